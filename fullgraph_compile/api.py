@@ -1,0 +1,121 @@
+"""What a user does with a compiled body besides calling it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fullgraph_compile.batch import PrefillBatch, active_batch, no_active_batch
+from fullgraph_compile.captured import CapturedGraph, PlainGraph, StaticGraph
+from fullgraph_compile.compiled_body import CompiledBody
+from fullgraph_compile.dispatch import Decision, Reason, Route
+from fullgraph_compile.integrations.plain import packed_dim
+from fullgraph_compile.integrations.transformers import is_transformers
+from fullgraph_compile.registry import compiled_for, unwrap
+from fullgraph_compile.report import Report, merge
+
+
+def report(body: Any = None) -> Report:
+    """What was captured, proven, replayed and refused, and why.
+
+    Args:
+        body: what ``torch.compile`` or ``fgc.compile`` returned, or the module itself; None = everything.
+    """
+    reports = {id(c.report): c.report for c in compiled_for(unwrap(body))}
+    return merge(reports.values())
+
+
+def explain(body: Any, *args: Any, **kwargs: Any) -> str:
+    """The decision for one call, in words, without running it.
+
+    Args:
+        body: what ``torch.compile`` or ``fgc.compile`` returned.
+        args, kwargs: the call's arguments; an active batch counts as in the call itself.
+    """
+    return str(decision(body, *args, **kwargs))
+
+
+def decision(body: Any, *args: Any, **kwargs: Any) -> Decision:
+    """Route, bucket and reason of one call, without running it."""
+    compiled = _compiled_body(body)
+    if compiled is not None:
+        return compiled.explain(args, kwargs)
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
+    if not tensors:
+        raise TypeError("explain() takes the arguments of the call; none of these is a tensor")
+    tokens = tensors[0].shape[packed_dim("the first argument", tensors[0])]
+    batch = active_batch() or PrefillBatch([tokens], device=tensors[0].device)
+    found = compiled_for(unwrap(body))
+    for graph in reversed(found):
+        if isinstance(graph, CapturedGraph):
+            return graph.runner.decide(batch)
+    for plain in reversed(found):
+        if isinstance(plain, PlainGraph):
+            return Decision(Route.COMPILED, None, plain.reason)
+    return Decision(Route.COMPILED, None, Reason.STATIC_SHAPE)
+
+
+def warmup(body: Any, *args: Any, **kwargs: Any) -> Report:
+    """Trace, compile and capture now, not at the first request.
+
+    Args:
+        body: what ``torch.compile`` or ``fgc.compile`` returned.
+        args, kwargs: an example call; a transformers model needs none.
+
+    Returns:
+        The report, with every bucket captured or turned off with a reason.
+
+    Raises:
+        TypeError: an example call is needed and none was given.
+    """
+    module = unwrap(body)
+    assert module is not None
+    call = body if callable(body) else module
+    with torch.inference_mode(), no_active_batch():
+        if args or kwargs:
+            _uncounted(body, call, args, kwargs)
+            return report(body)
+        if not is_transformers(module):
+            raise TypeError(
+                f"warmup() does not know how {type(module).__name__} is called; give the arguments of one call, "
+                "as in warmup(body, input_ids=ids, position_ids=positions)"
+            )
+        device = next(module.parameters()).device
+        # Outside of fgc.compile the first graph is for one size; the second size makes it symbolic.
+        for tokens in (5,) if _compiled_body(body) else (5, 7):
+            ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+            positions = torch.arange(tokens, device=device)[None]
+            _uncounted(body, call, (), {"input_ids": ids, "position_ids": positions, "use_cache": False})
+    return report(body)
+
+
+def _uncounted(body: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make a call of our own, and leave the counts of the user's calls as they were."""
+    counts = {id(c.report): (c.report, c.report.copy()) for c in compiled_for(unwrap(body))}
+    call(*args, **kwargs)
+    for compiled in compiled_for(unwrap(body)):
+        now = compiled.report
+        _, then = counts.get(id(now), (now, Report()))
+        now.replays, now.padding, now.fallbacks = then.replays, then.padding, then.fallbacks
+
+
+def release(body: Any) -> None:
+    """Free the graphs and their memory; the next call that fits captures again, without compiling."""
+    for compiled in compiled_for(unwrap(body)):
+        if isinstance(compiled, (CompiledBody, CapturedGraph, StaticGraph)):
+            compiled.release()
+
+
+def close(body: Any) -> None:
+    """Undo: free the graphs, and give a module that ``fgc.compile`` changed its own forward back."""
+    release(body)
+    compiled = _compiled_body(body)
+    if compiled is not None:
+        compiled.close()
+
+
+def _compiled_body(body: Any) -> CompiledBody | None:
+    module = unwrap(body)
+    forward = module.__dict__.get("forward") if module is not None else None
+    return forward if isinstance(forward, CompiledBody) else None

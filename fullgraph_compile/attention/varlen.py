@@ -1,0 +1,108 @@
+"""FlashAttention 2 as it ships inside torch (``torch.nn.attention.varlen``): CUDA, half precision, no pages."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fullgraph_compile.attention.base import AttentionBackend, Sentinel
+from fullgraph_compile.batch import StaticBatch
+from fullgraph_compile.ops import AttentionSite
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a build without it
+    varlen_attn = None  # type: ignore[assignment]
+
+# torch 2.11 has no such argument, and its front passes fewer key heads on to a kernel that takes them.
+_TAKES_ENABLE_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+_MAX_HEAD_SIZE = 256
+
+
+class VarlenAttention(AttentionBackend):
+    """FA2's varlen kernel, which reads all lengths on the device.
+
+    NOTE: The kernel leaves rows past the last offset unwritten.  They are zeroed by the kernel itself: it is given
+    one more request (``pad_cu_q``, ``pad_cu_k``) that holds all padded rows and has no keys, and FA2 writes zeros for
+    a request without keys.  So ``static.max_q`` must bound the padded rows too, which the bucket does.
+
+    NOTE: ``max_q`` is never 1.  FA2's host code takes another path then (it swaps head groups into the query dim and
+    drops the causal flag), which a graph would keep for all later batches.
+    """
+
+    name: ClassVar[str] = "varlen"
+    sentinel: ClassVar[Sentinel] = Sentinel()
+
+    def supports(self, site: AttentionSite, device: torch.device) -> list[str]:
+        reasons = _device_reasons(device)
+        if site.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"dtype is {site.dtype}; it computes in float16 and bfloat16 only")
+        if site.head_size != site.value_head_size:
+            reasons.append(
+                f"key head size {site.head_size} and value head size {site.value_head_size} differ; it needs equal ones"
+            )
+        for size in sorted({site.head_size, site.value_head_size}):
+            if size > _MAX_HEAD_SIZE:
+                reasons.append(f"head size {size} is above {_MAX_HEAD_SIZE}")
+            if size % 8:
+                reasons.append(f"head size {size} is no multiple of 8")
+        if site.heads % site.kv_heads:
+            reasons.append(f"{site.heads} query heads are no multiple of {site.kv_heads} key heads")
+        if site.softcap:
+            reasons.append(f"it has no soft cap, the site has one of {site.softcap:g}")
+        if site.sinks:
+            reasons.append("it has no attention sinks, the site has them")
+        if site.slopes:
+            reasons.append("it has no ALiBi slopes, the site has them")
+        return reasons
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        site: AttentionSite,
+        static: StaticBatch,
+    ) -> Tensor:
+        if not q.shape[0]:
+            return q.new_zeros(q.shape)
+        options: dict[str, Any] = {"enable_gqa": site.heads != site.kv_heads} if _TAKES_ENABLE_GQA else {}
+        # The kernel needs the elements of a head beside each other; rows may be any distance apart.
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        out: Any = varlen_attn(
+            q,
+            k,
+            v,
+            static.pad_cu_q,
+            static.pad_cu_k,
+            max(2, static.max_q),
+            static.max_k,
+            scale=site.scale,
+            window_size=(site.left, site.right),
+            **options,
+        )
+        # Laid out as the query was: the op promises contiguous.
+        return out.contiguous()
+
+
+def _device_reasons(device: torch.device) -> list[str]:
+    if device.type != "cuda":
+        return [f"the device is {device.type}; it runs on CUDA only"]
+    if varlen_attn is None:
+        return ["this torch has no torch.nn.attention.varlen"]
+    if torch.version.hip is not None:
+        return ["on ROCm its kernel is another one, which is not known to zero padded rows"]
+    if not torch.cuda.is_available():
+        return ["there is no CUDA device"]
+    if not torch.backends.cuda.is_flash_attention_available():
+        return ["this torch was built without FlashAttention"]
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return [f"compute capability {major}.{minor} is below 8.0"]
+    return []

@@ -1,0 +1,177 @@
+"""The batch: what the user says of it (``PrefillBatch``), and what a graph reads of it (``StaticBatch``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class PrefillBatch:
+    """The requests of one packed call, on the host.  Enter it around the calls that it describes.
+
+    All requests' new tokens lie in one row, ``[1, T]`` or ``[T]``, in the order of ``new_tokens``.
+
+    Args:
+        new_tokens: query length of each request; 0 is allowed.
+        cached_tokens: prefix of each request that is in the KV cache already; None = 0 for all.
+        device: where ``position_ids`` and ``last_token_rows`` are made; None = torch's default device if it is not
+            the CPU, else a GPU if there is one, else the CPU.
+
+    Raises:
+        TypeError: a length is not an integer.
+        ValueError: a length is negative, there is no request, or a prefix is given without a KV cache.
+
+    Example:
+        >>> batch = PrefillBatch(new_tokens=[30, 7, 112])
+        >>> with torch.inference_mode(), batch:
+        ...     hidden = body(input_ids=ids[None], position_ids=batch.position_ids[None], use_cache=False)[0]
+        ...     logits = model.lm_head(hidden[0, batch.last_token_rows])
+    """
+
+    def __init__(
+        self,
+        new_tokens: Sequence[int],
+        cached_tokens: Sequence[int] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        new = _lengths("new_tokens", new_tokens)
+        cached = _lengths("cached_tokens", [0] * len(new) if cached_tokens is None else cached_tokens)
+        if not new:
+            raise ValueError("new_tokens=[] holds no request; give the new tokens of at least one")
+        if len(cached) != len(new):
+            raise ValueError(
+                f"cached_tokens has {len(cached)} entries, new_tokens has {len(new)}; give one for each request"
+            )
+        if any(cached):
+            raise ValueError(
+                f"cached_tokens={cached} names a prefix, but this batch has no KV cache to read it from; "
+                "give 0 for each request, or leave it out"
+            )
+        self.new_tokens = new
+        self.cached_tokens = cached
+        self.device = _default_device() if device is None else torch.device(device)
+        self.tokens = sum(new)
+        self.requests = len(new)
+        self.longest = max(n + c for n, c in zip(new, cached, strict=True))
+        self._entered: Token[PrefillBatch | None] | None = None
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Position of each row within its request, cached tokens counted: ``[T]`` int64 on ``device``."""
+        new = np.array(self.new_tokens)
+        starts = np.cumsum(new) - new - np.array(self.cached_tokens)
+        return _to_device(np.arange(self.tokens) - np.repeat(starts, new), self.device)
+
+    @cached_property
+    def last_token_rows(self) -> Tensor:
+        """Row of the last new token of each request that has any: int64 on ``device``."""
+        new = np.array(self.new_tokens)
+        return _to_device((np.cumsum(new) - 1)[new > 0], self.device)
+
+    def __enter__(self) -> PrefillBatch:
+        active = _active.get()
+        if active is not None:
+            raise RuntimeError(
+                f"{self!r} was entered inside {active!r}; batches do not nest: leave the first before the second"
+            )
+        self._entered = _active.set(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._entered is not None:
+            _active.reset(self._entered)
+            self._entered = None
+
+    def __repr__(self) -> str:
+        some = ", ".join(map(str, self.new_tokens[:8])) + (", ..." if self.requests > 8 else "")
+        return f"PrefillBatch({self.requests} requests, {self.tokens} tokens: {some})"
+
+
+_active: ContextVar[PrefillBatch | None] = ContextVar("fullgraph_compile_batch", default=None)
+
+
+def active_batch() -> PrefillBatch | None:
+    """The batch that the caller is inside of, or None."""
+    return _active.get()
+
+
+@contextmanager
+def no_active_batch() -> Iterator[None]:
+    """Leave the caller's batch for calls of our own."""
+    token = _active.set(None)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@dataclass(frozen=True)
+class StaticBatch:
+    """The device side of a batch: what attention reads.
+
+    A captured graph keeps the addresses of these tensors, so they are never rebound; all of them are rewritten in
+    full before each replay.  Slots past the live requests are sentinels: no new tokens, no cached tokens, offsets
+    equal to the real total.
+
+    Attributes:
+        tokens: rows of the call: the bucket, or the exact count where no graph is used.
+        slots: request slots R.
+        max_q: bound of ``q_lens``, known at capture; never 1, as some kernels take another path for decoding then.
+        max_k: bound of ``k_lens``, known at capture.
+        cu_q: ``[R + 1]`` int32, where each request's queries start; tail = real total.
+        cu_k: ``[R + 1]`` int32, where each request's keys start; tail = real total of keys.
+        q_lens: ``[R]`` int32; tail 0.
+        k_lens: ``[R]`` int32; tail 0.
+        pad_cu_q: ``[R + 2]`` int32: ``cu_q``, then ``tokens``: one more request that holds the padded rows ...
+        pad_cu_k: ``[R + 2]`` int32: ``cu_k``, then its last entry again: ... and that has no keys.
+        num_real_tokens: ``[1]`` int32, the real total.
+    """
+
+    tokens: int
+    slots: int
+    max_q: int
+    max_k: int
+    cu_q: Tensor
+    cu_k: Tensor
+    q_lens: Tensor
+    k_lens: Tensor
+    pad_cu_q: Tensor
+    pad_cu_k: Tensor
+    num_real_tokens: Tensor
+
+
+def _lengths(name: str, values: Any) -> list[int]:
+    if isinstance(values, (Tensor, np.ndarray)):
+        values = values.tolist()
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise TypeError(f"{name}={values!r} must be a list of token counts, one for each request")
+    for n in values:
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+            raise TypeError(f"{name} holds {n!r}, which is not an integer; give token counts")
+        if n < 0:
+            raise ValueError(f"{name} holds {n}; token counts are 0 or more")
+    return [int(n) for n in values]
+
+
+def _default_device() -> torch.device:
+    default = torch.get_default_device()
+    if default.type == "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return default
+
+
+def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+    if device.type != "cuda":
+        return host.to(device)
+    # A pageable copy would wait for the device.
+    return host.pin_memory().to(device, non_blocking=True)

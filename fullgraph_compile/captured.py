@@ -1,0 +1,242 @@
+"""What Dynamo calls: a captured graph for any token count, or one exact size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fullgraph_compile.batch import PrefillBatch, active_batch
+from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
+from fullgraph_compile.report import Report
+from fullgraph_compile.runner import BodyRunner
+
+
+class PlainGraph:
+    """A graph that is not captured: it runs as compiled or as traced, and each call counts its reason."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        report: Report,
+        reason: Reason,
+        detail: str = "",
+        *,
+        strict: bool = False,
+        error: bool = False,
+    ) -> None:
+        self.call = call
+        self.report = report
+        self.reason = reason
+        self.detail = detail
+        self.strict = strict
+        self.error = error
+
+    def __call__(self, *args: Any) -> Any:
+        if self.error:
+            raise FallbackError(f"{self.report.name}: {self.reason.value}: {self.detail} (unsafe='error' is set)")
+        self.report.fell_back(self.reason, self.detail, strict=self.strict)
+        return self.call(*args)
+
+
+class CapturedGraph:
+    """One symbolic graph of Dynamo's: the body by graph or at exact sizes, then the tail on real rows.
+
+    Args:
+        runner: runs the body.
+        tail: takes the body's outputs and all inputs, returns what the traced graph returned.
+        token_input: index and token dim of an input that tells the token count.
+        positions: index of the position ids from which requests are told apart where no batch is active; None = all
+            tokens are one request then.
+        detail: what blocks the graph, for the report.
+    """
+
+    def __init__(
+        self,
+        runner: BodyRunner,
+        tail: GraphModule,
+        *,
+        token_input: tuple[int, int],
+        positions: int | None = None,
+        detail: str = "",
+        strict: bool = False,
+    ) -> None:
+        self.runner = runner
+        self.tail = tail.forward
+        self.report = runner.report
+        self.token_input = token_input
+        self.positions = positions
+        self.detail = detail
+        self.strict = strict
+
+    def __call__(self, *args: Any) -> Any:
+        batch = self.batch_of(args)
+        runner = self.runner
+        with runner.lock:
+            if self.strict and (refusal := runner.decide(batch)).route is not Route.GRAPH:
+                self._count(refusal, batch)
+            if runner.limits.single_request and batch.requests > 1 and runner.limits.blocked is None:
+                rows = self._one_by_one(args, batch)
+            else:
+                rows, decision = runner.run(args, batch)
+                self._count(decision, batch)
+            results = self.tail(*rows, *args)
+            return tuple(runner.owned(r) if isinstance(r, Tensor) else r for r in results)
+
+    def batch_of(self, args: Sequence[Any]) -> PrefillBatch:
+        """The active batch if there is one, checked against the inputs; else what the model itself would see."""
+        index, dim = self.token_input
+        tokens = args[index].shape[dim]
+        batch = active_batch()
+        if batch is not None:
+            check_batch(batch, tokens, self.runner.device)
+            return batch
+        if self.positions is None:
+            return PrefillBatch([tokens], device=self.runner.device)
+        self.report.device_reads += args[self.positions].device.type != "cpu"
+        return PrefillBatch(restarts(args[self.positions]), device=self.runner.device)
+
+    def release(self) -> None:
+        """Free the graphs."""
+        self.runner.release()
+
+    def _one_by_one(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
+        """Each request in a call of its own, for a body whose rows tell requests apart only that way."""
+        parts: list[list[Tensor]] = []
+        start = 0
+        for new in batch.new_tokens:
+            if new == 0:
+                continue
+            one = list(args)
+            for i, dim in self.runner.inputs.tokens.items():
+                one[i] = args[i].narrow(dim, start, new)
+            for i in self.runner.inputs.sizes:
+                one[i] = new
+            part, decision = self.runner.run(one, PrefillBatch([new], device=batch.device))
+            self._count(decision, PrefillBatch([new], device="cpu"))
+            parts.append([t.clone() for t in part])
+            start += new
+        dims = [dim for _, dim in self.runner.outputs]
+        return [parts[0][i] if dim is None else torch.cat([p[i] for p in parts], dim) for i, dim in enumerate(dims)]
+
+    def _count(self, decision: Decision, batch: PrefillBatch) -> None:
+        if decision.route is Route.GRAPH:
+            assert decision.bucket is not None
+            self.report.replayed(decision.bucket, batch.tokens)
+            return
+        assert decision.reason is not None
+        detail = self.detail if decision.reason is self.runner.limits.blocked else self._about(decision.reason, batch)
+        self.report.fell_back(decision.reason, detail, strict=self.strict)
+
+    def _about(self, reason: Reason, batch: PrefillBatch) -> str:
+        limits = self.runner.limits
+        if reason is Reason.OVER_LADDER:
+            return f"{batch.tokens} tokens, largest bucket {limits.ladder[-1]}"
+        if reason is Reason.OVER_SLOTS:
+            return f"{batch.requests} requests, {limits.slots} slots"
+        if reason is Reason.OVER_CONTEXT:
+            return f"{batch.longest} tokens in one request, context_length {limits.context_length}"
+        if reason is Reason.PADDING:
+            return f"{batch.tokens} tokens, ladder {list(limits.ladder)}, max_padding {limits.max_padding:g}"
+        return self.report.details.get(reason, "")
+
+
+class StaticGraph:
+    """One graph that Dynamo traced for a fixed size.
+
+    Such a graph is often the first of a series and never seen again, so it is run as it was traced; one that is
+    called a third time is compiled and captured as one bucket of exactly its size, which needs no padding.
+
+    Args:
+        gm: the graph.
+        tokens: its token count, as the bucket's name.
+        make_runner: compiles the graph and returns its runner.
+        separates: tells whether the model's own masks tell requests apart; asked only inside a batch of several.
+    """
+
+    CAPTURE_AT = 3
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        tokens: int,
+        make_runner: Callable[[], BodyRunner],
+        separates: Callable[[], bool],
+        report: Report,
+        *,
+        device: torch.device,
+        strict: bool = False,
+    ) -> None:
+        self.gm = gm
+        self.tokens = tokens
+        self.report = report
+        self.device = device
+        self.strict = strict
+        self._make_runner = make_runner
+        self._separates = separates
+        self._separated: bool | None = None
+        self._calls = 0
+        self.runner: BodyRunner | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        self._check_batch()
+        self._calls += 1
+        if self.runner is None and self._calls >= self.CAPTURE_AT:
+            self.runner = self._make_runner()
+        if self.runner is None:
+            self.report.fell_back(Reason.STATIC_SHAPE, f"{self.tokens} tokens, call {self._calls}", strict=self.strict)
+            return self.gm(*args)
+        with self.runner.lock:
+            results, decision = self.runner.run(args, PrefillBatch([self.tokens], device=self.device))
+            if decision.route is Route.GRAPH:
+                self.report.replayed(self.tokens, self.tokens)
+            else:
+                assert decision.reason is not None
+                detail = self.report.details.get(decision.reason, "")
+                self.report.fell_back(decision.reason, detail, strict=self.strict)
+            return tuple(self.runner.owned(r) for r in results)
+
+    def release(self) -> None:
+        """Free the graph."""
+        if self.runner is not None:
+            self.runner.release()
+
+    def _check_batch(self) -> None:
+        batch = active_batch()
+        if batch is None:
+            return
+        check_batch(batch, self.tokens, self.device)
+        if batch.requests == 1:
+            return
+        if self._separated is None:
+            self._separated = self._separates()
+        if not self._separated:
+            raise ValueError(
+                f"{batch!r} holds several requests, but this call was traced for exactly {self.tokens} tokens, with "
+                "the model's own attention, which takes them for one request; mark the token dim with "
+                "torch._dynamo.mark_dynamic, or use fullgraph_compile.compile"
+            )
+
+
+def check_batch(batch: PrefillBatch, tokens: int, device: torch.device) -> None:
+    """Raise ``ValueError`` unless the batch describes a call of ``tokens`` rows on ``device``."""
+    if batch.tokens != tokens:
+        raise ValueError(
+            f"{batch!r}: new_tokens add up to {batch.tokens}, but the call has {tokens} tokens; they must be equal"
+        )
+    if batch.device.type != device.type or (batch.device.index or 0) != (device.index or 0):
+        raise ValueError(
+            f"{batch!r} is on {batch.device}, the body on {device}; give PrefillBatch(..., device={str(device)!r})"
+        )
+
+
+def restarts(position_ids: Tensor) -> list[int]:
+    """New tokens of each request, as transformers reads packed positions: a request starts where they do not
+    go on by one."""
+    positions = position_ids.reshape(-1).cpu().numpy()
+    starts = np.flatnonzero(np.diff(positions) != 1) + 1
+    return np.diff([0, *starts.tolist(), len(positions)]).tolist()

@@ -1,0 +1,411 @@
+"""``fgc.compile``: a module compiled in place, traced once for each form of call, past Dynamo from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils import _pytree as pytree
+
+from fullgraph_compile.backend import compile_graph
+from fullgraph_compile.batch import PrefillBatch, active_batch
+from fullgraph_compile.captured import CapturedGraph, check_batch, restarts
+from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
+from fullgraph_compile.integrations import integration_for
+from fullgraph_compile.integrations.plain import NotServed
+from fullgraph_compile.options import Options, disabled
+from fullgraph_compile.pipeline import expected_decision
+from fullgraph_compile.registry import register
+from fullgraph_compile.report import Report, log
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Where a weight hangs in the module, so that a replaced one is seen."""
+
+    slots: dict[str, Any]
+    name: str
+    tensor: Tensor
+
+    def moved(self) -> bool:
+        return self.slots.get(self.name) is not self.tensor
+
+
+@dataclass
+class _Variant:
+    """One traced form of the call: which arguments are given, their types and their constants.
+
+    Attributes:
+        graph: what the backend made of it.
+        traced: the call through Dynamo, for results that cannot be rebuilt without it.
+        args: for each placeholder: the name of a call argument, a weight, or None for the token count.
+        template: for each leaf of the result, the index of an output, or the constant itself.
+    """
+
+    graph: Any
+    traced: Callable[..., Any]
+    direct: bool = False
+    args: list[str | _Owner | None] = field(default_factory=list)
+    owners: list[_Owner] = field(default_factory=list)
+    template: list[tuple[str, Any]] = field(default_factory=list)
+    spec: Any = None
+
+
+class CompiledBody:
+    """The forward of a module that ``fgc.compile`` compiled in place.
+
+    Args:
+        module: the module; its ``forward`` is replaced.
+        options: what the user chose.
+    """
+
+    def __init__(self, module: nn.Module, options: Options) -> None:
+        self.module = weakref.ref(module)
+        self.forward = module.forward
+        self.options = options
+        self.report = Report(name=type(module).__name__, slots=options.slots)
+        self.integration = integration_for(module)
+        self.refused: NotServed | None = None
+        self._prepared = False
+        self._variants: dict[Any, _Variant] = {}
+        self._lock = threading.RLock()
+        self._names = list(inspect.signature(module.forward).parameters)
+        register(self, [*module.parameters(), *module.buffers()])
+
+    # -- calling -------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if disabled() or torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        try:
+            call, batch = self._bind(args, kwargs)
+        except NotServed as refusal:
+            return self._eager(refusal, args, kwargs)
+        with self._lock, entered(batch):
+            key = self._key(call)
+            variant = self._variants.get(key)
+            if variant is None:
+                try:
+                    return self._trace(key, call)
+                except NotServed as refusal:
+                    return self._eager(refusal, args, kwargs)
+            if not variant.direct:
+                with self.integration.attention(), torch.no_grad():
+                    return variant.traced(**self._marked(call))
+            return self._direct(key, variant, call)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], PrefillBatch]:
+        """The call in canonical form and the batch it is for; everything is checked here, before anything changes."""
+        module = self.module()
+        assert module is not None
+        if module.training:
+            raise NotServed(Reason.TRAINING, "call eval() for graphs")
+        if torch.is_grad_enabled() and self._wants_grad(module, args, kwargs):
+            raise NotServed(Reason.GRAD, "call under torch.no_grad() or torch.inference_mode()")
+        if self.refused is not None:
+            raise self.refused
+        active = active_batch()
+        call = self.integration.canonical({**dict(zip(self._names, args, strict=False)), **kwargs}, active)
+        dims = self.integration.token_dims(call)
+        if not dims:
+            raise NotServed(Reason.ARGUMENTS, "no argument is a tensor with a token dim")
+        lead, dim = next(iter(dims.items()))
+        tokens, device = call[lead].shape[dim], call[lead].device
+        if active is not None:
+            check_batch(active, tokens, device)
+            for name, value in call.items():
+                if isinstance(value, Tensor) and name not in dims and name == "position_ids":
+                    raise ValueError(f"{name} has shape {tuple(value.shape)}, but the batch has {tokens} tokens")
+            return call, active
+        given = kwargs.get("position_ids")
+        if given is None or given.dim() > 2 or tokens == 0:
+            return call, PrefillBatch([tokens], device=device)
+        if given.numel() != tokens:
+            raise ValueError(f"position_ids has {given.numel()} entries, but the call has {tokens} tokens")
+        self.report.device_reads += given.device.type != "cpu"
+        return call, PrefillBatch(restarts(given), device=device)
+
+    @staticmethod
+    def _wants_grad(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = (*args, *kwargs.values())
+        return any(isinstance(x, Tensor) and x.requires_grad for x in given) or any(
+            p.requires_grad for p in module.parameters()
+        )
+
+    def _key(self, call: dict[str, Any]) -> Any:
+        """What a traced graph is for: names, types, constants, and the token dim of each tensor."""
+        dims = self.integration.token_dims(call)
+        parts: list[Any] = []
+        for name in sorted(call):
+            value = call[name]
+            if isinstance(value, Tensor):
+                free = name in self.integration.not_tokens
+                shape = tuple(-1 if free or d == dims.get(name) else s for d, s in enumerate(value.shape))
+                parts.append((name, value.dtype, value.device, shape))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                parts.append((name, type(value), value))
+            else:
+                raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
+        device = next(v.device.type for v in call.values() if isinstance(v, Tensor))
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return tuple(parts), autocast
+
+    def _eager(self, refusal: NotServed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original call.  Inside a batch of several requests it would mean something else, so it is an error."""
+        self.report.fell_back(refusal.reason, refusal.detail, strict=self.options.strict)
+        batch = active_batch()
+        if batch is not None and batch.requests > 1 and refusal.reason not in _SAME_EAGERLY:
+            raise FallbackError(f"{self.report.name} cannot be called with {batch!r}: {refusal}")
+        return self.forward(*args, **kwargs)
+
+    # -- tracing -------------------------------------------------------------------------------------------------
+
+    def _trace(self, key: Any, call: dict[str, Any]) -> Any:
+        """Trace this form of the call, compile it, and answer the call itself."""
+        if not self._prepared:
+            try:
+                self.integration.prepare(call)
+            except NotServed as refusal:
+                self.refused = refusal
+                raise
+            self._prepared = True
+        seen: list[Any] = []
+        outs: list[Any] = []
+
+        def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            graph = compile_graph(gm, examples, self.options, self.report)
+
+            def run(*args: Any) -> Any:
+                results = graph(*args)
+                if not seen:
+                    seen.extend((graph, args))
+                    outs.extend(results)
+                return results
+
+            return run
+
+        marked = self._marked(call)
+        traced = torch.compile(_thin(self.forward), backend=backend, fullgraph=True, dynamic=False)
+        with self.integration.attention(), torch.inference_mode(False), torch.no_grad():
+            try:
+                result = traced(**marked)
+            except (TorchDynamoException, ConstraintViolationError) as error:
+                raise NotServed(Reason.NOT_TRACED, _first_line(error)) from None
+        if not seen:
+            raise NotServed(Reason.NOT_TRACED, "nothing was traced")
+        self._variants[key] = self._variant(seen[0], seen[1], outs, traced, marked, result)
+        return result
+
+    def _marked(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The call on aliases of its tensors whose token dims are marked; a mark on the caller's own tensor would
+        leak into other compiles."""
+        dims = self.integration.token_dims(call)
+        marked = dict(call)
+        for name, dim in dims.items():
+            alias = call[name].detach()
+            if self.integration.unbacked:
+                torch._dynamo.decorators.mark_unbacked(
+                    alias, dim, shape_id="tokens", hint_override=min(512, self.options.max_tokens)
+                )
+            else:
+                torch._dynamo.mark_dynamic(alias, dim)
+            marked[name] = alias
+        for name in self.integration.not_tokens:
+            if isinstance(call.get(name), Tensor):
+                marked[name] = call[name].detach()
+                for dim in range(marked[name].dim()):
+                    torch._dynamo.decorators.mark_unbacked(marked[name], dim)
+        return marked
+
+    def _variant(
+        self,
+        graph: Any,
+        args: Sequence[Any],
+        outs: list[Any],
+        traced: Callable[..., Any],
+        call: dict[str, Any],
+        result: Any,
+    ) -> _Variant:
+        """Learn how to call the graph, and how to rebuild its result, without Dynamo."""
+        variant = _Variant(graph, traced)
+        module = self.module()
+        assert module is not None
+        if not isinstance(graph, CapturedGraph):
+            return variant
+        names = {id(v): k for k, v in call.items() if isinstance(v, Tensor)}
+        owners = {id(t): _Owner(slots, name, t) for slots, name, t in _weights(module)}
+        sizes = set(graph.runner.inputs.sizes)
+        for i, arg in enumerate(args):
+            if i in sizes or not isinstance(arg, Tensor):
+                variant.args.append(None)
+            elif id(arg) in names:
+                variant.args.append(names[id(arg)])
+            elif id(arg) in owners:
+                variant.args.append(owners[id(arg)])
+            else:
+                return variant
+        leaves, spec = pytree.tree_flatten(result)
+        at = {id(t): i for i, t in enumerate(outs) if isinstance(t, Tensor)}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) in at:
+                variant.template.append(("output", at[id(leaf)]))
+            elif isinstance(leaf, Tensor) and id(leaf) in names:
+                variant.template.append(("input", names[id(leaf)]))
+            elif leaf is None or isinstance(leaf, (bool, str)):
+                variant.template.append(("constant", leaf))
+            else:
+                return variant
+        variant.owners = [a for a in variant.args if isinstance(a, _Owner)]
+        variant.spec = spec
+        variant.direct = True
+        return variant
+
+    # -- the hot path --------------------------------------------------------------------------------------------
+
+    def _direct(self, key: Any, variant: _Variant, call: dict[str, Any]) -> Any:
+        graph: CapturedGraph = variant.graph
+        index, dim = graph.token_input
+        lead = variant.args[index]
+        assert isinstance(lead, str)
+        tokens = call[lead].shape[dim]
+        args = [tokens if a is None else call[a] if isinstance(a, str) else a.tensor for a in variant.args]
+        with torch.no_grad():
+            outs = graph(*args)
+        # After the launch, so that the comparison is hidden behind the device.
+        if any(o.moved() for o in variant.owners):
+            del self._variants[key]
+            self.report.fell_back(Reason.WEIGHTS_MOVED, strict=self.options.strict)
+            return self._trace(key, call)
+        leaves = [
+            outs[what] if kind == "output" else call[what] if kind == "input" else what
+            for kind, what in variant.template
+        ]
+        return pytree.tree_unflatten(leaves, variant.spec)
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+        """The decision for one call, without running it."""
+        if disabled():
+            return Decision(Route.EAGER, None, Reason.DISABLED)
+        try:
+            call, batch = self._bind(args, kwargs)
+            variant = self._variants.get(self._key(call))
+        except NotServed as refusal:
+            return Decision(Route.EAGER, None, refusal.reason)
+        if variant is None:
+            return expected_decision(self.options, batch)
+        if isinstance(variant.graph, CapturedGraph):
+            return variant.graph.runner.decide(batch)
+        return Decision(Route.COMPILED, None, variant.graph.reason)
+
+    def graphs(self) -> list[CapturedGraph]:
+        return [v.graph for v in self._variants.values() if isinstance(v.graph, CapturedGraph)]
+
+    def release(self) -> None:
+        """Free the graphs; the next call captures again, without compiling."""
+        for graph in self.graphs():
+            graph.runner.release()
+
+    def close(self) -> None:
+        """Put the module's own forward back and free everything."""
+        self.release()
+        self._variants.clear()
+        module = self.module()
+        if module is not None and module.__dict__.get("forward") is self:
+            del module.__dict__["forward"]
+            if self.forward is not getattr(type(module), "forward", None) and not _is_class_forward(
+                module, self.forward
+            ):
+                module.forward = self.forward
+
+
+_SAME_EAGERLY = frozenset({Reason.DISABLED})
+
+
+def _is_class_forward(module: nn.Module, forward: Any) -> bool:
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
+@contextlib.contextmanager
+def entered(batch: PrefillBatch) -> Iterator[None]:
+    """Enter a batch unless it is the active one."""
+    with ExitStack() as stack:
+        if active_batch() is not batch:
+            stack.enter_context(batch)
+        yield
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    for part in module.modules():
+        for slots in (part._parameters, part._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    yield slots, name, tensor
+
+
+_numbers = itertools.count()
+
+
+def _call_forward(**kwargs: Any) -> Any:
+    return forward(**kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _thin(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of our own around a forward, with a code object and a name of its own.
+
+    Dynamo keeps what it compiled, and counts its limit of recompiles, by code object, and remembers by name which
+    arguments have changed.
+    """
+    name = f"body_{next(_numbers)}"
+    code = _call_forward.__code__.replace(co_name=name)
+    return types.FunctionType(code, {"forward": forward, "__builtins__": __builtins__}, name)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"
+
+
+def compile(module: nn.Module, **options: Any) -> nn.Module:
+    """Compile a module in place, so that a prefill call of it replays one CUDA graph.
+
+    Args:
+        module: a transformer body, or a whole model with its head.
+        options: see ``fgc.Options``.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: an unknown option or a bad value.
+
+    Example:
+        >>> body = fgc.compile(model.model, max_tokens=2048, request_slots=16)
+    """
+    parsed = Options.parse(options)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"compile() takes an nn.Module, not {type(module).__name__}")
+    if hasattr(module, "_orig_mod"):
+        raise TypeError("the module went through torch.compile already; give compile() the module itself")
+    if disabled():
+        return module
+    previous = module.__dict__.get("forward")
+    if isinstance(previous, CompiledBody):
+        log.info("%s: compiled before; compiling it anew", type(module).__name__)
+        previous.close()
+    module.forward = CompiledBody(module, parsed)
+    return module

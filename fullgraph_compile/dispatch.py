@@ -1,0 +1,116 @@
+"""The decision for one call: a pure function of the batch, the ladder and the limits."""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fullgraph_compile.ladder import slots_of
+
+
+class Reason(enum.Enum):
+    """Why a call did not replay a graph.  The value is what a person reads."""
+
+    OVER_LADDER = "more tokens than the largest bucket"
+    OVER_SLOTS = "more requests than request slots"
+    OVER_CONTEXT = "a request is longer than context_length"
+    PADDING = "the nearest bucket would be mostly padding (max_padding)"
+    EMPTY = "the batch has no new tokens"
+    SINGLE_REQUEST = "the body is proven for one request a call, and the batch has more"
+    UNPROVEN = "padding is not proven safe for this body"
+    STATIC_SHAPE = "the graph was traced for one fixed token count"
+    BATCHED = "a batch dim above 1 (call with packed [1, T] tokens, or use fgc.compile)"
+    UNMARKED = "an attention call was not understood"
+    NO_SITES = "no attention call was found in the traced graph"
+    ATTENTION = "no attention backend supports every attention call here"
+    GRAD = "gradients are enabled"
+    TRAINING = "the module is in training mode"
+    GRAPHS_OFF = "graphs are off (graphs='none', or 'auto' without a GPU)"
+    NO_BUCKET = "no bucket is legal under context_length and request_slots"
+    CAPTURE_FAILED = "capturing this bucket failed"
+    REPLAY_FAILED = "replaying this bucket failed"
+    NOT_COMPILED = "the compiler failed on this graph"
+    NOT_TRACED = "the body could not be traced into one graph"
+    WEIGHTS_MOVED = "a weight was replaced or moved since capture"
+    RECOMPILED = "a new graph was traced after every bucket was captured"
+    SCALAR_INPUT = "a number or a CPU scalar is an input whose value the graph uses"
+    MASK = "a mask was given that is neither packed away nor proven trivial"
+    ARGUMENTS = "the call's arguments are not ones that a graph can serve"
+    AUTOCAST = "autocast differs from the traced call"
+    NOT_ADDRESSABLE = "the traced graph's inputs could not be told apart"
+    DISABLED = "FULLGRAPH_COMPILE_DISABLE is set"
+
+
+class Route(enum.Enum):
+    """How a call runs: one graph launch, the same compiled pieces at exact sizes, or the original call."""
+
+    GRAPH = "graph"
+    COMPILED = "compiled"
+    EAGER = "eager"
+
+
+class FallbackError(RuntimeError):
+    """Raised under ``strict`` where a call would not replay a graph."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the captured graphs can serve.
+
+    ``off`` maps a bucket to the reason that turned it off; ``blocked`` is a reason that holds for every call.
+    """
+
+    ladder: tuple[int, ...]
+    slots: int
+    context_length: int
+    max_padding: float = 2.0
+    single_request: bool = False
+    blocked: Reason | None = None
+    off: tuple[tuple[int, Reason], ...] = ()
+
+    # Up to this many tokens a forward costs the same, so padding is free.
+    FREE_PADDING: ClassVar[int] = 64
+
+
+@dataclass(frozen=True)
+class Decision:
+    route: Route
+    bucket: int | None = None
+    reason: Reason | None = None
+
+    def __str__(self) -> str:
+        if self.route is Route.GRAPH:
+            return f"graph, bucket {self.bucket}"
+        return f"{self.route.value}: {self.reason.value if self.reason else ''}"
+
+
+def decide(tokens: int, requests: int, longest: int, limits: Limits) -> Decision:
+    """Route and bucket of a batch; touches nothing.
+
+    Args:
+        tokens: new tokens of all requests.
+        requests: number of requests.
+        longest: cached and new tokens of the longest request.
+    """
+    if limits.blocked is not None:
+        return Decision(Route.COMPILED, None, limits.blocked)
+    if tokens == 0:
+        return Decision(Route.COMPILED, None, Reason.EMPTY)
+    if limits.single_request and requests > 1:
+        return Decision(Route.COMPILED, None, Reason.SINGLE_REQUEST)
+    at = bisect.bisect_left(limits.ladder, tokens)
+    if at == len(limits.ladder):
+        return Decision(Route.COMPILED, None, Reason.OVER_LADDER)
+    if longest > limits.context_length:
+        return Decision(Route.COMPILED, None, Reason.OVER_CONTEXT)
+    bucket = limits.ladder[at]
+    if requests > slots_of(bucket, limits.slots):
+        return Decision(Route.COMPILED, None, Reason.OVER_SLOTS)
+    if bucket > limits.FREE_PADDING and bucket > limits.max_padding * tokens:
+        return Decision(Route.COMPILED, None, Reason.PADDING)
+    for turned_off, why in limits.off:
+        if turned_off == bucket:
+            return Decision(Route.COMPILED, bucket, why)
+    return Decision(Route.GRAPH, bucket)

@@ -1,0 +1,144 @@
+"""What a user can choose, checked before anything is traced."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fullgraph_compile.ladder import check_buckets, default_ladder
+
+COMPILERS = ("inductor", "aot_eager", "eager")
+GRAPHS = ("auto", "cuda", "tape", "none")
+UNSAFE = ("compiled", "error")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of ``options=`` of ``torch.compile(..., backend="full_prefill")`` and of ``fgc.compile``.
+
+    Attributes:
+        max_tokens: largest token bucket.
+        buckets: token buckets; None = the default ladder up to ``max_tokens``.
+        request_slots: requests that one graph can hold; None = max(16, max_tokens // 64), never above max_tokens.
+        context_length: longest request in tokens, cached and new together; None = ``max_tokens``.
+        attention: "auto" or the name of a registered attention backend.
+        compiler: what turns the pieces between attention calls into kernels: "inductor", "aot_eager" or "eager".
+        graphs: "auto" (CUDA graphs on a GPU, none on a CPU), "cuda", "tape" (the CPU double) or "none".
+        max_padding: a batch of n tokens never replays a bucket above ``max_padding * n``; buckets up to 64 tokens
+            are exempt, as their cost is flat.
+        unsafe: what becomes of a body whose padding is not proven safe: "compiled" runs it at exact sizes,
+            "error" raises.
+        strict: raise ``FallbackError`` wherever a call would not replay a graph.
+        clone_outputs: True gives outputs that the caller owns; False gives views of one buffer that the next call
+            overwrites.
+        progress: show a progress bar while compiling and capturing; None = when stderr is a terminal.
+
+    Raises:
+        ValueError: a value is not valid; the message says which are.
+        TypeError: a value is of the wrong type.
+    """
+
+    max_tokens: int = 2048
+    buckets: tuple[int, ...] | None = None
+    request_slots: int | None = None
+    context_length: int | None = None
+    attention: str = "auto"
+    compiler: str = "inductor"
+    graphs: str = "auto"
+    max_padding: float = 2.0
+    unsafe: str = "compiled"
+    strict: bool = False
+    clone_outputs: bool = True
+    progress: bool | None = None
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _positive_int("max_tokens", self.max_tokens)
+        if self.buckets is not None:
+            buckets = check_buckets(self.buckets)
+            object.__setattr__(self, "buckets", buckets)
+            if "max_tokens" not in self.given and self.max_tokens == type(self).max_tokens:
+                object.__setattr__(self, "max_tokens", buckets[-1])
+            elif self.max_tokens < buckets[0]:
+                raise ValueError(
+                    f"max_tokens={self.max_tokens} is below the smallest bucket, {buckets[0]}; "
+                    f"give max_tokens >= {buckets[0]} or a smaller bucket"
+                )
+        for name in ("request_slots", "context_length"):
+            if getattr(self, name) is not None:
+                _positive_int(name, getattr(self, name))
+        if self.request_slots is not None and self.request_slots > self.max_tokens:
+            raise ValueError(
+                f"request_slots={self.request_slots} is above max_tokens={self.max_tokens}; a request has at least "
+                f"one token, so at most {self.max_tokens} slots can be filled"
+            )
+        _one_of("compiler", self.compiler, COMPILERS)
+        _one_of("graphs", self.graphs, GRAPHS)
+        _one_of("unsafe", self.unsafe, UNSAFE)
+        if not isinstance(self.attention, str):
+            raise TypeError(f"attention={self.attention!r} must be 'auto' or the name of an attention backend")
+        if isinstance(self.max_padding, bool) or not isinstance(self.max_padding, (int, float)):
+            raise TypeError(f"max_padding={self.max_padding!r} must be a number >= 1")
+        if not self.max_padding >= 1:
+            raise ValueError(f"max_padding={self.max_padding!r} must be >= 1 (1 = no padding, inf = no limit)")
+        for name in ("strict", "clone_outputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.progress is not None and not isinstance(self.progress, bool):
+            raise TypeError(f"progress={self.progress!r} must be True, False or None")
+        if self.graphs == "tape" and self.compiler == "inductor":
+            raise ValueError(
+                "graphs='tape' cannot see inside Inductor's kernels; with it, compiler must be 'aot_eager' or 'eager'"
+            )
+
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """The token buckets, ascending, none above ``max_tokens``, and ``max_tokens`` among them."""
+        if self.buckets is None:
+            return default_ladder(self.max_tokens)
+        kept = tuple(b for b in self.buckets if b <= self.max_tokens)
+        return kept if kept[-1] == self.max_tokens else (*kept, self.max_tokens)
+
+    @property
+    def slots(self) -> int:
+        """Request slots of the largest bucket."""
+        return self.request_slots or min(max(16, self.max_tokens // 64), self.max_tokens)
+
+    @property
+    def show_progress(self) -> bool:
+        return sys.stderr.isatty() if self.progress is None else self.progress
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+        """Options from a mapping of names to values; an unknown name is an error that lists the valid ones."""
+        options = dict(options or {})
+        valid = [f.name for f in fields(cls) if f.name != "given"]
+        for name in options:
+            if name not in valid:
+                near = difflib.get_close_matches(str(name), valid, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                raise ValueError(f"unknown option {name!r}{hint} Valid options: {', '.join(valid)}")
+        if isinstance(options.get("buckets"), list):
+            options["buckets"] = tuple(options["buckets"])
+        return cls(**options, given=frozenset(options))
+
+
+def disabled() -> bool:
+    """Whether ``FULLGRAPH_COMPILE_DISABLE`` turns the package into a plain call."""
+    return os.environ.get("FULLGRAPH_COMPILE_DISABLE", "") not in ("", "0")
+
+
+def _positive_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be a positive integer")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be a positive integer")
+
+
+def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, valid))}")

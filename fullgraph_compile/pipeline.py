@@ -1,0 +1,377 @@
+"""From a traced graph to something that replays: the passes in order, the compiler, the runner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fullgraph_compile.attention import UnsupportedAttention, create_attention
+from fullgraph_compile.attention.reference import ReferenceAttention
+from fullgraph_compile.batch import PrefillBatch
+from fullgraph_compile.captured import CapturedGraph, StaticGraph
+from fullgraph_compile.compilers import TraceAgain, compile_piece
+from fullgraph_compile.dispatch import Decision, Limits, Reason, decide
+from fullgraph_compile.graphs import create_recorder
+from fullgraph_compile.ladder import legal_buckets
+from fullgraph_compile.ops import attention as attention_op
+from fullgraph_compile.options import Options
+from fullgraph_compile.passes.check_row_independence import Proof, check_row_independence
+from fullgraph_compile.passes.common import (
+    Refusal,
+    copy_graph,
+    expression,
+    find_token,
+    free_symbols,
+    is_weight,
+    output_node,
+    placeholders,
+    refusal,
+    value_of,
+)
+from fullgraph_compile.passes.fold_scalars import fold_scalars
+from fullgraph_compile.passes.mark_attention import mark_attention
+from fullgraph_compile.passes.pad_to_bucket import Padding, pad_to_bucket
+from fullgraph_compile.passes.split_pieces import Pieces, split_pieces, written_inputs
+from fullgraph_compile.passes.split_tail import Split, split_tail, whole_body
+from fullgraph_compile.program import Program
+from fullgraph_compile.progress import steps
+from fullgraph_compile.report import Report, log
+from fullgraph_compile.runner import BodyRunner, Inputs
+
+
+class Refused(Exception):
+    """Why a traced graph is not captured; caught within the package, never shown to Dynamo."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
+        self.reason = reason
+        self.detail = detail
+
+
+def build(gm: GraphModule, examples: Sequence[Any], options: Options, report: Report) -> CapturedGraph | StaticGraph:
+    """Compile one traced graph.
+
+    Args:
+        gm: Dynamo's graph; not changed.
+        examples: its inputs, as Dynamo gave them.
+
+    Raises:
+        Refused: the graph can run only as it is.
+    """
+    weights = frozenset(n.name for n, x in zip(placeholders(gm), examples, strict=True) if is_weight(n, x))
+    token, why = find_token(gm, lambda n: n.name in weights)
+    if why == "static":
+        return _build_static(gm, weights, options, report)
+    if token is None:
+        raise Refused(Reason.BATCHED if "symbolic dims" in why else Reason.ARGUMENTS, why)
+    return _build_symbolic(gm, token, weights, options, report)
+
+
+def _build_symbolic(
+    gm: GraphModule, token: sympy.Symbol, weights: frozenset[str], options: Options, report: Report
+) -> CapturedGraph:
+    gm = fold_scalars(copy_graph(gm))
+    device = _device_of(gm, weights)
+    _move_scalars(gm, weights, device)
+
+    marked = mark_attention(gm, token)
+    if marked.refusals:
+        raise Refused(Reason.UNMARKED, "; ".join(map(str, marked.refusals)))
+    if not marked.sites:
+        raise Refused(Reason.NO_SITES)
+    report.sites = marked.sites
+    try:
+        attention = create_attention(options.attention, marked.sites, device)
+    except UnsupportedAttention as error:
+        raise Refused(Reason.ATTENTION, str(error)) from None
+
+    proof = check_row_independence(marked.gm, token)
+    split, blocked, detail = _split(marked.gm, proof)
+    padding = pad_to_bucket(split.body, token)
+    if blocked is None and padding.refusals:
+        blocked, detail = Reason.UNPROVEN, _some(padding.refusals)
+    if blocked is None and (numbers := _number_inputs(split.body, token)):
+        blocked, detail = Reason.SCALAR_INPUT, f"the body reads {', '.join(numbers)}"
+    report.proof = _proof_text(proof, split, blocked, detail)
+    if blocked is Reason.UNPROVEN and options.unsafe == "error":
+        raise Refused(blocked, detail)
+
+    pieces = split_pieces(split.body)
+    program = Program(pieces, _compile(pieces, options, report), marked.sites, attention)
+    context = options.context_length or options.max_tokens
+    ladder = _guarded(legal_buckets(options.ladder, context, options.slots), gm, token)
+    if blocked is None and not ladder:
+        blocked = Reason.NO_BUCKET
+        detail = (
+            f"buckets {list(options.ladder)}, context_length {context}, request_slots {options.slots}: no bucket can "
+            "be filled by requests of at most context_length tokens"
+        )
+        log.warning("%s: %s; running without graphs", report.name, detail)
+    kind = graph_kind(options, device)
+    if blocked is None and kind == "none":
+        blocked = Reason.GRAPHS_OFF
+    report.ready = blocked is not None
+    runner = BodyRunner(
+        program,
+        _inputs(split.body, weights, padding),
+        _outputs(split.body, padding),
+        Limits(ladder, options.slots, context, options.max_padding, bool(proof.single_request), blocked),
+        create_recorder(kind, device),
+        device,
+        report,
+        clone_outputs=options.clone_outputs,
+        show_progress=options.show_progress,
+    )
+    index = {n.name: i for i, n in enumerate(placeholders(gm))}
+    return CapturedGraph(
+        runner,
+        split.tail,
+        token_input=_token_input(gm, token),
+        positions=None if marked.positions is None else index[marked.positions],
+        detail=detail,
+        strict=options.strict,
+    )
+
+
+def _split(gm: GraphModule, proof: Proof) -> tuple[Split, Reason | None, str]:
+    """Body and tail, and what blocks the body from a graph.
+
+    A body that is not proven runs at exact sizes, where nothing is padded or cut, so it needs no tail.
+    """
+    if any(n.name in proof.tainted for n in gm.graph.nodes if n.target is attention_op):
+        return whole_body(gm), Reason.UNPROVEN, _some(proof.refusals)
+    try:
+        return split_tail(gm, proof), None, ""
+    except ValueError as error:
+        return whole_body(gm), Reason.UNPROVEN, _some(proof.refusals) or str(error)
+
+
+def _some(refusals: Sequence[Refusal], most: int = 3) -> str:
+    text = "; ".join(map(str, refusals[:most]))
+    return f"{text}; and {len(refusals) - most} more" if len(refusals) > most else text
+
+
+def _proof_text(proof: Proof, split: Split, blocked: Reason | None, detail: str) -> str:
+    if blocked is not None:
+        return f"not proven safe: {detail}"
+    text = "proven safe: no op of the body mixes token rows"
+    if proof.single_request:
+        text += f"; one request a graph, as {_some(proof.single_request, 1)}"
+    if split.tail_ops:
+        text += f"; the last {split.tail_ops} ops run outside of the graph, on real rows"
+    return text
+
+
+def expected_decision(options: Options, batch: PrefillBatch) -> Decision:
+    """What the options alone say of a batch, before anything was traced."""
+    context = options.context_length or options.max_tokens
+    ladder = legal_buckets(options.ladder, context, options.slots)
+    blocked = None if ladder else Reason.NO_BUCKET
+    if graph_kind(options, batch.device) == "none":
+        blocked = Reason.GRAPHS_OFF
+    limits = Limits(ladder, options.slots, context, options.max_padding, blocked=blocked)
+    return decide(batch.tokens, batch.requests, batch.longest, limits)
+
+
+def graph_kind(options: Options, device: torch.device) -> str:
+    """How graphs are recorded on this device."""
+    if options.graphs == "auto":
+        return "cuda" if device.type == "cuda" else "none"
+    return options.graphs
+
+
+# -- the symbolic graph ------------------------------------------------------------------------------------------------
+
+
+def _device_of(gm: GraphModule, weights: frozenset[str]) -> torch.device:
+    """Where the body runs: the device of its weights, else of its first tensor with a size."""
+    nodes = placeholders(gm)
+    for node in sorted(nodes, key=lambda n: n.name not in weights):
+        value = value_of(node)
+        if isinstance(value, Tensor) and value.dim():
+            device = value.device
+            if device.type == "cuda" and device.index is None:
+                return torch.device("cuda", torch.cuda.current_device())
+            return device
+    return torch.device("cpu")
+
+
+def _move_scalars(gm: GraphModule, weights: frozenset[str], device: torch.device) -> None:
+    """Let 0-d CPU inputs stand for 0-d tensors on the device: a graph reads them from a static buffer there."""
+    if device.type == "cpu":
+        return
+    for node in placeholders(gm):
+        value = value_of(node)
+        if isinstance(value, Tensor) and node.name not in weights and not value.dim() and value.device.type == "cpu":
+            with value.fake_mode:  # type: ignore[attr-defined]
+                node.meta["example_value"] = torch.empty((), dtype=value.dtype, device=device)
+
+
+def _number_inputs(body: GraphModule, token: sympy.Symbol) -> list[str]:
+    """Inputs of the body that are symbolic numbers, or tensors with a symbolic size, other than the token count.
+
+    A graph would keep their first value, or their first size.
+    """
+
+    def other(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return any(free_symbols(size) - {token} for size in value.shape)
+        return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and expression(value) != token
+
+    return [node.name for node in placeholders(body) if node.users and other(value_of(node))]
+
+
+def _compile(pieces: Pieces, options: Options, report: Report) -> tuple[Any, ...]:
+    """Compile each distinct piece once.  One that the compiler refuses is interpreted, and the log says so."""
+    compiled = []
+    for i, kind in enumerate(
+        steps(pieces.kinds, f"compiling ({options.compiler})", show=options.show_progress, total=len(pieces.kinds))
+    ):
+        compiler = "eager" if i in pieces.interpret else options.compiler
+        try:
+            compiled.append(compile_piece(kind, pieces.examples[i], compiler))
+        except TraceAgain:
+            raise
+        except Exception as error:
+            log.warning("%s: piece %d is run as traced, %s refused it: %r", report.name, i, compiler, error)
+            compiled.append(kind.forward)
+    return tuple(compiled)
+
+
+def _inputs(body: GraphModule, weights: frozenset[str], padding: Padding) -> Inputs:
+    sizes, weight_indices, values = [], [], []
+    for i, node in enumerate(placeholders(body)):
+        value = value_of(node)
+        if not isinstance(value, Tensor):
+            sizes.append(i)
+        elif not node.users:
+            continue
+        elif node.name in weights:
+            weight_indices.append(i)
+        elif i not in padding.inputs:
+            values.append(i)
+    used = {i: dim for i, dim in padding.inputs.items() if placeholders(body)[i].users}
+    return Inputs(tuple(sizes), used, tuple(weight_indices), tuple(values))
+
+
+def _outputs(body: GraphModule, padding: Padding) -> list[tuple[Tensor, int | None]]:
+    leaves = output_node(body).args[0]
+    return [(value_of(n), dim) for n, dim in zip(leaves, padding.outputs, strict=True)]  # type: ignore[arg-type]
+
+
+def _token_input(gm: GraphModule, token: sympy.Symbol) -> tuple[int, int]:
+    """Index and dim of an input that tells the token count."""
+    for i, node in enumerate(placeholders(gm)):
+        value = value_of(node)
+        if isinstance(value, Tensor):
+            for dim, size in enumerate(value.shape):
+                if expression(size) == token:
+                    return i, dim
+    raise Refused(Reason.ARGUMENTS, f"no input has a dim of exactly {token}")
+
+
+def _guarded(ladder: Sequence[int], gm: GraphModule, token: sympy.Symbol) -> tuple[int, ...]:
+    """The buckets at which Dynamo's guards on a backed token count hold: other sizes may take another branch of the
+    model, so a graph of that size would compute something else."""
+    sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
+    if not sizes or token.name.startswith("u"):
+        return tuple(ladder)
+    env = sizes[0].node.shape_env
+    bounds = env.var_to_range.get(token)
+    conditions = [g.expr for g in env.guards if g.expr.free_symbols == {token}]
+
+    def legal(bucket: int) -> bool:
+        inside = bounds is None or bounds.lower <= bucket <= bounds.upper
+        return bool(inside) and all(c.subs(token, bucket) != sympy.false for c in conditions)
+
+    return tuple(b for b in ladder if legal(b))
+
+
+# -- a graph of one fixed size -----------------------------------------------------------------------------------------
+
+
+def _build_static(gm: GraphModule, weights: frozenset[str], options: Options, report: Report) -> StaticGraph:
+    tokens = _static_tokens(gm, weights)
+    device = _device_of(gm, weights)
+    context = torch._guards.TracingContext.try_get()
+
+    report.ready = True  # there is nothing to capture unless this size comes back
+
+    def make_runner() -> BodyRunner:
+        with torch._guards.tracing(context):
+            try:
+                return _static_runner(gm, tokens, weights, device, options, report)
+            except TraceAgain:  # Dynamo is not there to hear it
+                as_traced = dataclasses.replace(options, compiler="eager")
+                return _static_runner(gm, tokens, weights, device, as_traced, report)
+
+    def separates() -> bool:
+        marked = mark_attention(gm, sympy.Integer(tokens))
+        return not marked.refusals and marked.requests != "one"
+
+    return StaticGraph(gm, tokens, make_runner, separates, report, device=device, strict=options.strict)
+
+
+def _static_tokens(gm: GraphModule, weights: frozenset[str]) -> int:
+    """Token count of a graph without symbols.
+
+    Raises:
+        Refused: its first input has a batch dim above 1.
+    """
+    for node in placeholders(gm):
+        value = value_of(node)
+        if not isinstance(value, Tensor) or node.name in weights or not value.dim():
+            continue
+        rows = 2 if value.dtype.is_floating_point or value.dtype.is_complex else 1
+        batch = value.shape[:-rows]
+        if len(batch) and batch[0] != 1:
+            raise Refused(Reason.BATCHED, f"{node.name} has shape {tuple(value.shape)}")
+        return int(value.shape[-rows])
+    raise Refused(Reason.ARGUMENTS, "no call input is a tensor with rows")
+
+
+def _static_runner(
+    gm: GraphModule, tokens: int, weights: frozenset[str], device: torch.device, options: Options, report: Report
+) -> BodyRunner:
+    """One bucket of exactly the traced size: no padding, so nothing to prove, and the model's own attention."""
+    gm = fold_scalars(copy_graph(gm))
+    _move_scalars(gm, weights, device)
+    split = whole_body(gm)
+    blocked: Reason | None = None
+    if written := written_inputs(split.body):
+        blocked = Reason.UNPROVEN
+        report.details[blocked] = _some(
+            [refusal(n, "writes to an input, which a replay would not show") for n in written]
+        )
+    returned: Any = output_node(gm).args[0]
+    if leaves := [n for n in returned if not isinstance(n, Node) or n.op == "placeholder"]:
+        blocked = Reason.ARGUMENTS
+        report.details[blocked] = f"the call returns {leaves[0]}, which is no result of the graph"
+    kind = graph_kind(options, device)
+    if blocked is None and kind == "none":
+        blocked = Reason.GRAPHS_OFF
+    nodes = placeholders(split.body)
+    pieces = Pieces.whole(split.body, tuple(value_of(n) for n in nodes))
+    inputs = Inputs(
+        (),
+        {},
+        tuple(i for i, n in enumerate(nodes) if n.name in weights),
+        tuple(i for i, n in enumerate(nodes) if n.name not in weights and isinstance(value_of(n), Tensor)),
+    )
+    return BodyRunner(
+        Program(pieces, _compile(pieces, options, report), (), ReferenceAttention()),
+        inputs,
+        _outputs(split.body, Padding({}, (None,) * len(pieces.outputs), ())),
+        Limits((tokens,), 1, tokens, blocked=blocked),
+        create_recorder(kind, device),
+        device,
+        report,
+        clone_outputs=options.clone_outputs,
+        show_progress=options.show_progress,
+    )

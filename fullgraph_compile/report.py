@@ -1,0 +1,166 @@
+"""What was captured, proven, replayed and refused: counted as it happens, read as a report."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from fullgraph_compile.dispatch import FallbackError, Reason
+from fullgraph_compile.ops import AttentionSite
+
+log = logging.getLogger("fullgraph_compile")
+
+
+@dataclass
+class Report:
+    """One compiled body, or several merged.
+
+    Attributes:
+        name: what was compiled, in words.
+        buckets: token buckets with a captured graph, ascending.
+        slots: request slots of the largest bucket.
+        sites: the attention calls, with module path, heads, head sizes and mask kind.
+        proof: the result of the padding proof, in words.
+        replays: graph launches by bucket.
+        padding: padded rows by bucket, summed over its replays.
+        fallbacks: calls that replayed no graph, by reason.
+        details: for a reason, what it was about the first time: a node and source line, a limit, an exception.
+        compiles: graphs that Dynamo handed over.
+        compile_seconds: wall time of compiling the pieces.
+        capture_seconds: wall time of warm-up and capture.
+        graph_bytes: device memory that capture took; 0 on a CPU.
+        device_reads: calls that had to read positions from the device to tell requests apart.
+        ready: whether every bucket is captured or turned off.
+    """
+
+    name: str = ""
+    buckets: tuple[int, ...] = ()
+    slots: int = 0
+    sites: tuple[AttentionSite, ...] = ()
+    proof: str = ""
+    replays: Counter[int] = field(default_factory=Counter)
+    padding: Counter[int] = field(default_factory=Counter)
+    fallbacks: Counter[Reason] = field(default_factory=Counter)
+    details: dict[Reason, str] = field(default_factory=dict)
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    graph_bytes: int = 0
+    device_reads: int = 0
+    ready: bool = False
+
+    def replayed(self, bucket: int, tokens: int) -> None:
+        """Count one launch of ``bucket`` for ``tokens`` real rows."""
+        self.replays[bucket] += 1
+        self.padding[bucket] += bucket - tokens
+
+    def fell_back(self, reason: Reason, detail: str = "", *, strict: bool = False) -> None:
+        """Count a call that replays no graph, and log it the first time that its reason occurs.
+
+        Raises:
+            FallbackError: under ``strict``.
+        """
+        self.fallbacks[reason] += 1
+        text = f"{self.name}: no graph replayed: {reason.value}{f' ({detail})' if detail else ''}"
+        if reason not in self.details:
+            self.details[reason] = detail
+            log.warning("%s; said once, counted in fgc.report()", text)
+        if strict:
+            raise FallbackError(text)
+
+    def copy(self) -> Report:
+        """A snapshot that later calls do not change."""
+        return replace(
+            self,
+            replays=Counter(self.replays),
+            padding=Counter(self.padding),
+            fallbacks=Counter(self.fallbacks),
+            details=dict(self.details),
+        )
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=110, color_system=None)
+        console.print(self._summary(), highlight=False)
+        if self.buckets:
+            console.print(self._bucket_table())
+        if self.fallbacks:
+            console.print(self._fallback_table())
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def _summary(self) -> str:
+        state = "ready" if self.ready else "not captured yet"
+        lines = [f"{self.name or 'nothing compiled'}: {state}"]
+        if self.sites:
+            lines.append(f"  attention: {', '.join(_site_groups(self.sites))}")
+        if self.proof:
+            lines.append(f"  padding: {self.proof}")
+        lines.append(
+            f"  compiled {self.compiles} graph{'s' * (self.compiles != 1)} in {self.compile_seconds:.1f} s, captured "
+            f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} in {self.capture_seconds:.1f} s, "
+            f"{self.graph_bytes / 2**20:.0f} MiB of graphs, {self.slots} request slots"
+        )
+        replays, fallbacks = sum(self.replays.values()), sum(self.fallbacks.values())
+        if replays + fallbacks:
+            lines.append(f"  calls: {replays} replayed, {fallbacks} not ({self.device_reads} read positions)")
+        return "\n".join(lines)
+
+    def _bucket_table(self) -> Table:
+        table = Table("bucket", "replays", "real rows", "padded rows", "padding")
+        for column in table.columns:
+            column.justify = "right"
+        for bucket in self.buckets:
+            rows = bucket * self.replays[bucket]
+            padded = self.padding[bucket]
+            share = f"{padded / rows:.0%}" if rows else "-"
+            table.add_row(str(bucket), str(self.replays[bucket]), str(rows - padded), str(padded), share)
+        return table
+
+    def _fallback_table(self) -> Table:
+        table = Table("calls", "why no graph was replayed", "first time")
+        table.columns[0].justify = "right"
+        for reason, count in self.fallbacks.most_common():
+            table.add_row(str(count), reason.value, self.details.get(reason, ""))
+        return table
+
+
+def _site_groups(sites: Iterable[AttentionSite]) -> list[str]:
+    """``28 x 9/3 heads of 64, causal``: sites that compute the same, counted."""
+    groups: Counter[str] = Counter()
+    for s in sites:
+        size = f"{s.head_size}" if s.head_size == s.value_head_size else f"{s.head_size}/{s.value_head_size}"
+        extras = [f"soft cap {s.softcap:g}"] if s.softcap else []
+        extras += ["sinks"] if s.sinks else []
+        extras += ["slopes"] if s.slopes else []
+        groups[", ".join([f"{s.heads}/{s.kv_heads} heads of {size}", s.mask, *extras])] += 1
+    return [f"{count} x {group}" for group, count in groups.items()]
+
+
+def merge(reports: Iterable[Report]) -> Report:
+    """One report of several bodies: counts added, texts of the first."""
+    merged: Report | None = None
+    for report in reports:
+        if merged is None:
+            merged = report.copy()
+            continue
+        merged.buckets = tuple(sorted({*merged.buckets, *report.buckets}))
+        merged.slots = max(merged.slots, report.slots)
+        merged.sites = merged.sites or report.sites
+        if report.proof and report.proof not in merged.proof:
+            merged.proof = "; ".join(filter(None, (merged.proof, report.proof)))
+        merged.replays += report.replays
+        merged.padding += report.padding
+        merged.fallbacks += report.fallbacks
+        merged.details = {**report.details, **merged.details}
+        merged.compiles += report.compiles
+        merged.compile_seconds += report.compile_seconds
+        merged.capture_seconds += report.capture_seconds
+        merged.graph_bytes += report.graph_bytes
+        merged.device_reads += report.device_reads
+        merged.ready = merged.ready and report.ready
+    return merged or Report()

@@ -1,0 +1,30 @@
+"""Every test starts with a clean Dynamo; GPU tests are skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+# Set before torch loads: tests run side by side on few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+# Structured traces of the compiler, for tools: pytest would format and keep every one of them.
+logging.getLogger("torch.__trace").disabled = True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def clean_dynamo() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)

@@ -1,0 +1,105 @@
+"""What a batch says, and what of it reaches the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullgraph_compile import PrefillBatch
+from fullgraph_compile.batch import StaticBatch, active_batch
+from fullgraph_compile.staging import Poison, StaticBuffers
+
+CPU = torch.device("cpu")
+
+
+def test_positions_and_last_rows() -> None:
+    batch = PrefillBatch([3, 0, 2], device="cpu")
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert batch.last_token_rows.tolist() == [2, 4]
+    assert (batch.tokens, batch.requests, batch.longest) == (5, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "says"),
+    [
+        (([],), ValueError, "no request"),
+        (([3, -1],), ValueError, "holds -1"),
+        (([3, 1.5],), TypeError, "1.5"),
+        ((7,), TypeError, "new_tokens=7"),
+        (([3], [0, 0]), ValueError, "2 entries, new_tokens has 1"),
+        (([3], [5]), ValueError, "no KV cache"),
+    ],
+)
+def test_bad_lengths_are_refused_by_value(args: tuple, error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        PrefillBatch(*args, device="cpu")
+    assert PrefillBatch([3], device="cpu").tokens == 3
+
+
+def test_batches_do_not_nest_and_the_outer_one_survives() -> None:
+    outer, inner = PrefillBatch([3], device="cpu"), PrefillBatch([2], device="cpu")
+    with outer:
+        with pytest.raises(RuntimeError, match="entered inside"), inner:
+            pass
+        assert active_batch() is outer
+    assert active_batch() is None
+    with inner:
+        assert active_batch() is inner
+
+
+def staged(lengths: list[int], tokens: int = 16, slots: int = 6, poison: Poison | None = None) -> StaticBatch:
+    buffers = StaticBuffers(CPU)
+    buffers.add(tokens, slots, max_k=tokens)
+    buffers.poison = poison
+    # The largest batch first, so that a tail which is not rewritten shows.
+    buffers.stage(PrefillBatch([3, 3, 3, 3, 2, 2], device="cpu"), tokens)
+    return buffers.stage(PrefillBatch(lengths, device="cpu"), tokens)
+
+
+@pytest.mark.parametrize("poison", [None, Poison.IMPOSSIBLE, Poison.PLAUSIBLE])
+def test_b14_every_vector_has_its_documented_tail(poison: Poison | None) -> None:
+    static = staged([4, 1], poison=poison)
+    assert static.num_real_tokens.tolist() == [5]
+    assert static.cu_q.tolist() == [0, 4, 5, 5, 5, 5, 5]
+    assert static.cu_k.tolist() == [0, 4, 5, 5, 5, 5, 5]
+    assert static.q_lens.tolist() == [4, 1, 0, 0, 0, 0]
+    assert static.k_lens.tolist() == [4, 1, 0, 0, 0, 0]
+    assert static.pad_cu_q.tolist() == [0, 4, 5, 5, 5, 5, 5, 16]
+    assert static.pad_cu_k.tolist() == [0, 4, 5, 5, 5, 5, 5, 5]
+    assert static.cu_q.data_ptr() != static.cu_k.data_ptr()
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6))
+def test_b23_sentinels_count_as_nothing(lengths: list[int]) -> None:
+    static = staged(lengths, tokens=24) if sum(lengths) > 16 else staged(lengths)
+    assert int(static.q_lens.sum()) == sum(lengths) == int(static.num_real_tokens)
+    assert (static.cu_q.diff() == static.q_lens).all()
+    assert (static.cu_k.diff() == static.k_lens).all()
+
+
+def test_a_batch_outside_of_the_bounds_of_capture_is_refused_before_anything_is_written() -> None:
+    buffers = StaticBuffers(CPU)
+    static = buffers.add(8, 2, max_k=6)
+    buffers.stage(PrefillBatch([2, 3], device="cpu"), 8)
+    before = static.cu_q.clone()
+    for lengths in ([7], [9], [1, 1, 1]):
+        with pytest.raises(ValueError, match="does not fit bucket 8 with 2 request slots and 6 tokens a request"):
+            buffers.stage(PrefillBatch(lengths, device="cpu"), 8)
+    assert torch.equal(static.cu_q, before)
+
+
+def test_addresses_never_change() -> None:
+    buffers = StaticBuffers(CPU)
+    static = buffers.add(8, 2, max_k=8)
+    pointers = [static.cu_q.data_ptr(), static.k_lens.data_ptr()]
+    for lengths in ([8], [1, 1], [3]):
+        assert buffers.stage(PrefillBatch(lengths, device="cpu"), 8) is static
+    assert [static.cu_q.data_ptr(), static.k_lens.data_ptr()] == pointers
+
+
+def test_the_bound_of_queries_is_never_one() -> None:
+    assert StaticBuffers(CPU).add(1, 1, max_k=1).max_q == 2
+    assert StaticBuffers(CPU).exact(PrefillBatch([1, 1], device="cpu")).max_q == 2

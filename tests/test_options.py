@@ -1,0 +1,63 @@
+"""A bad option is an error that says what was wrong and what is valid."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullgraph_compile import Options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"bukets": [8]}, ValueError, "did you mean 'buckets'.*max_tokens, buckets, request_slots"),
+        ({"nonsense": 1}, ValueError, "Valid options: max_tokens"),
+        ({"buckets": []}, ValueError, "empty"),
+        ({"buckets": [8, 0]}, ValueError, "holds 0"),
+        ({"buckets": [8, -4]}, ValueError, "holds -4"),
+        ({"buckets": [8, 16.0]}, TypeError, "16.0.*not an integer"),
+        ({"buckets": [True]}, TypeError, "True"),
+        ({"buckets": "measured!"}, TypeError, "list of positive integers"),
+        ({"buckets": 16}, TypeError, "list of positive integers"),
+        ({"max_tokens": 0}, ValueError, "max_tokens=0"),
+        ({"max_tokens": 2.5}, TypeError, "max_tokens=2.5"),
+        ({"max_tokens": 4, "buckets": [8, 16]}, ValueError, "below the smallest bucket, 8"),
+        ({"max_tokens": 16, "request_slots": 17}, ValueError, "request_slots=17 is above max_tokens=16"),
+        ({"request_slots": 0}, ValueError, "request_slots=0"),
+        ({"context_length": -1}, ValueError, "context_length=-1"),
+        ({"compiler": "gcc"}, ValueError, "'inductor', 'aot_eager', 'eager'"),
+        ({"graphs": "vulkan"}, ValueError, "'auto', 'cuda', 'tape', 'none'"),
+        ({"graphs": "tape"}, ValueError, "Inductor.*'aot_eager' or 'eager'"),
+        ({"max_padding": 0.5}, ValueError, ">= 1"),
+        ({"max_padding": float("nan")}, ValueError, ">= 1"),
+        ({"max_padding": "2"}, TypeError, "number >= 1"),
+        ({"unsafe": "ignore"}, ValueError, "'compiled', 'error'"),
+        ({"strict": 1}, TypeError, "True or False"),
+        ({"progress": "yes"}, TypeError, "True, False or None"),
+        ({"attention": 3}, TypeError, "attention=3"),
+    ],
+)
+def test_bad_option_names_the_value_and_what_is_valid(options: dict, error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        Options.parse(options)
+
+
+def test_defaults_are_those_of_the_docs() -> None:
+    options = Options.parse(None)
+    assert options.ladder[:9] == (8, 16, 32, 64, 96, 128, 192, 256, 384)
+    assert options.ladder[-1] == 2048
+    assert options.slots == 32
+    assert Options(max_tokens=8).slots == 8
+    assert Options(max_tokens=512).slots == 16
+
+
+def test_buckets_are_sorted_unique_and_end_at_max_tokens() -> None:
+    assert Options(buckets=(16, 8, 16)).ladder == (8, 16)
+    assert Options(buckets=(16, 8)).max_tokens == 16
+    assert Options.parse({"buckets": [8, 32, 64], "max_tokens": 40}).ladder == (8, 32, 40)
+    assert Options.parse({"buckets": [8], "max_tokens": 100}).ladder == (8, 100)
+
+
+def test_equal_options_compare_equal_whichever_way_they_were_given() -> None:
+    assert Options.parse({"max_tokens": 2048}) == Options()
+    assert hash(Options.parse({"buckets": [8]})) == hash(Options(buckets=(8,)))
