@@ -48,7 +48,7 @@ class CapturedGraph:
 
     Args:
         runner: runs the body.
-        tail: takes the body's outputs and all inputs, returns what the traced graph returned.
+        tail: takes the body's outputs and the inputs ``tail_inputs``, returns what the traced graph returned.
         token_input: index and token dim of an input that tells the token count.
         positions: index of the position ids from which requests are told apart where no batch is active; None = all
             tokens are one request then.
@@ -59,6 +59,7 @@ class CapturedGraph:
         self,
         runner: BodyRunner,
         tail: GraphModule,
+        tail_inputs: tuple[int, ...],
         *,
         token_input: tuple[int, int],
         positions: int | None = None,
@@ -67,6 +68,7 @@ class CapturedGraph:
     ) -> None:
         self.runner = runner
         self.tail = tail.forward
+        self.tail_inputs = tail_inputs
         self.report = runner.report
         self.token_input = token_input
         self.positions = positions
@@ -84,7 +86,7 @@ class CapturedGraph:
             else:
                 rows, decision = runner.run(args, batch)
                 self._count(decision, batch)
-            results = self.tail(*rows, *args)
+            results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
             return tuple(runner.owned(r) if isinstance(r, Tensor) else r for r in results)
 
     def batch_of(self, args: Sequence[Any]) -> PrefillBatch:

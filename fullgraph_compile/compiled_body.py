@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import operator
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +32,12 @@ from fullgraph_compile.registry import register
 from fullgraph_compile.report import Report, log
 
 
-@dataclass(frozen=True)
-class _Owner:
+class _Owner(NamedTuple):
     """Where a weight hangs in the module, so that a replaced one is seen."""
 
     slots: dict[str, Any]
     name: str
     tensor: Tensor
-
-    def moved(self) -> bool:
-        return self.slots.get(self.name) is not self.tensor
 
 
 @dataclass
@@ -50,17 +47,27 @@ class _Variant:
     Attributes:
         graph: what the backend made of it.
         traced: the call through Dynamo, for results that cannot be rebuilt without it.
-        args: for each placeholder: the name of a call argument, a weight, or None for the token count.
+        args: a value for each placeholder; those of ``sizes`` and ``names`` are filled in at each call.
+        sizes: placeholders that are the token count.
+        names: placeholder -> name of the call argument.
+        owners: where each weight hangs.
         template: for each leaf of the result, the index of an output, or the constant itself.
     """
 
     graph: Any
     traced: Callable[..., Any]
     direct: bool = False
-    args: list[str | _Owner | None] = field(default_factory=list)
+    args: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
     owners: list[_Owner] = field(default_factory=list)
     template: list[tuple[str, Any]] = field(default_factory=list)
     spec: Any = None
+
+    def moved(self) -> bool:
+        """Whether a weight was replaced in the module since the trace."""
+        slots, names, tensors = zip(*self.owners, strict=True) if self.owners else ((), (), ())
+        return not all(map(operator.is_, map(dict.get, slots, names), tensors))
 
 
 class CompiledBody:
@@ -248,12 +255,14 @@ class CompiledBody:
         owners = {id(t): _Owner(slots, name, t) for slots, name, t in _weights(module)}
         sizes = set(graph.runner.inputs.sizes)
         for i, arg in enumerate(args):
+            variant.args.append(None)
             if i in sizes or not isinstance(arg, Tensor):
-                variant.args.append(None)
+                variant.sizes.append(i)
             elif id(arg) in names:
-                variant.args.append(names[id(arg)])
+                variant.names[i] = names[id(arg)]
             elif id(arg) in owners:
-                variant.args.append(owners[id(arg)])
+                variant.owners.append(owners[id(arg)])
+                variant.args[i] = arg
             else:
                 return variant
         leaves, spec = pytree.tree_flatten(result)
@@ -267,7 +276,6 @@ class CompiledBody:
                 variant.template.append(("constant", leaf))
             else:
                 return variant
-        variant.owners = [a for a in variant.args if isinstance(a, _Owner)]
         variant.spec = spec
         variant.direct = True
         return variant
@@ -277,14 +285,15 @@ class CompiledBody:
     def _direct(self, key: Any, variant: _Variant, call: dict[str, Any]) -> Any:
         graph: CapturedGraph = variant.graph
         index, dim = graph.token_input
-        lead = variant.args[index]
-        assert isinstance(lead, str)
-        tokens = call[lead].shape[dim]
-        args = [tokens if a is None else call[a] if isinstance(a, str) else a.tensor for a in variant.args]
+        args = variant.args.copy()
+        for i, name in variant.names.items():
+            args[i] = call[name]
+        for i in variant.sizes:
+            args[i] = args[index].shape[dim]
         with torch.no_grad():
             outs = graph(*args)
         # After the launch, so that the comparison is hidden behind the device.
-        if any(o.moved() for o in variant.owners):
+        if variant.moved():
             del self._variants[key]
             self.report.fell_back(Reason.WEIGHTS_MOVED, strict=self.options.strict)
             return self._trace(key, call)

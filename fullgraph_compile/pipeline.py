@@ -132,6 +132,7 @@ def _build_symbolic(
     return CapturedGraph(
         runner,
         split.tail,
+        split.tail_inputs,
         token_input=_token_input(gm, token),
         positions=None if marked.positions is None else index[marked.positions],
         detail=detail,

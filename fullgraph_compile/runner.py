@@ -95,7 +95,8 @@ class BodyRunner:
         self._pointers: list[int] = []
         self._storages: frozenset[int] = frozenset()
         self._captured = False
-        self._last_call: torch.cuda.Event | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+        self._dirty: dict[int, int] = {}
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
@@ -115,13 +116,11 @@ class BodyRunner:
             if decision.route is Route.GRAPH and not self._captured:
                 self.capture(args)
                 decision = self.decide(batch)
-            self._order_after_last_call()
+            self._follow_last_call()
             if decision.route is Route.GRAPH:
                 outputs, decision = self._replay(self._buckets[decision.bucket or 0], args, batch, decision)
             else:
                 outputs = self._exact(args, batch)
-            if self._last_call is not None:
-                self._last_call.record()
             return outputs, decision
 
     def _replay(
@@ -135,7 +134,7 @@ class BodyRunner:
             self._raise_if_lost(error)
             self._turn_off(bucket.tokens, Reason.REPLAY_FAILED, error)
             return self._exact(args, batch), self.decide(batch)
-        if [args[i].data_ptr() for i in self.inputs.weights] != self._pointers:
+        if self._weight_pointers(args) != self._pointers:
             # The launch read memory that is no longer the weight's: its result is dropped, not returned.
             self.release()
             return self._exact(args, batch), Decision(Route.COMPILED, bucket.tokens, Reason.WEIGHTS_MOVED)
@@ -143,6 +142,9 @@ class BodyRunner:
         for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True):
             outputs.append(buffer if dim is None else buffer.narrow(dim, 0, batch.tokens))
         return outputs, decision
+
+    def _weight_pointers(self, args: Sequence[Any]) -> list[int]:
+        return list(map(Tensor.data_ptr, map(args.__getitem__, self.inputs.weights)))
 
     def _exact(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
         """The same compiled pieces without padding and without a graph."""
@@ -173,29 +175,38 @@ class BodyRunner:
         if self.buffers.poison is not None:
             self._poison(bucket, self.buffers.poison)
         for i, dim in self.inputs.tokens.items():
-            buffer = bucket.inputs[i]
-            buffer.narrow(dim, 0, batch.tokens).copy_(args[i], non_blocking=True)
-            if batch.tokens < bucket.tokens:
-                buffer.narrow(dim, batch.tokens, bucket.tokens - batch.tokens).zero_()
+            bucket.inputs[i].narrow(dim, 0, batch.tokens).copy_(args[i], non_blocking=True)
+            self._zero_padded_rows(i, bucket, dim, batch.tokens)
         for i, value in self._values.items():
             value.copy_(args[i], non_blocking=True)
         self.program.attention.plan(batch, static)
 
+    def _zero_padded_rows(self, i: int, bucket: _Bucket, dim: int, tokens: int) -> None:
+        """Rows past the real total are zeros; those that no earlier call has written still are."""
+        buffer = bucket.inputs[i]
+        # The buckets share a storage, where a row of one is the same row of another unless a dim comes before it.
+        written = self._dirty[i] if buffer.shape[:dim].numel() == 1 else bucket.tokens
+        last = min(written, bucket.tokens)
+        if tokens < last:
+            buffer.narrow(dim, tokens, last - tokens).zero_()
+        self._dirty[i] = written if written > bucket.tokens else tokens
+
     def _poison(self, bucket: _Bucket, poison: Poison) -> None:
+        self._dirty = dict.fromkeys(self._dirty, self.limits.ladder[-1])
         for tensor in (*bucket.inputs.values(), *bucket.outputs):
             if tensor.is_floating_point():
                 tensor.fill_(float("nan") if poison is Poison.IMPOSSIBLE else 1.0)
             else:
                 tensor.fill_(torch.iinfo(tensor.dtype).max if poison is Poison.IMPOSSIBLE else 1)
 
-    def _order_after_last_call(self) -> None:
+    def _follow_last_call(self) -> None:
         """Wait, on the device, for the last call if it ran on another stream: both use the static buffers."""
         if self.device.type != "cuda":
             return
-        if self._last_call is None:
-            self._last_call = torch.cuda.Event()
-        else:
-            torch.cuda.current_stream(self.device).wait_event(self._last_call)
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
 
     # -- capturing -----------------------------------------------------------------------------------------------
 
@@ -216,7 +227,7 @@ class BodyRunner:
             return
         start, free = time.perf_counter(), self._free_bytes()
         with self.lock, torch.inference_mode(False), torch.no_grad(), self.recorder.session():
-            self._pointers = [args[i].data_ptr() for i in self.inputs.weights]
+            self._pointers = self._weight_pointers(args)
             self._allocate(args)
             largest_first = sorted(self._buckets.values(), key=lambda b: -b.tokens)
             for bucket in steps(largest_first, "warming up", show=self.show_progress):
@@ -267,6 +278,7 @@ class BodyRunner:
         ladder, slots = self.limits.ladder, self.limits.slots
         examples = {i: (args[i], dim) for i, dim in self.inputs.tokens.items()}
         inputs = {i: self._storage(t, dim, ladder[-1]) for i, (t, dim) in examples.items()}
+        self._dirty = dict.fromkeys(inputs, 0)
         outputs = [self._storage(fake, dim, ladder[-1]) for fake, dim in self.outputs]
         self._values = {
             i: torch.empty(args[i].shape, dtype=args[i].dtype, device=self.device).copy_(args[i])
@@ -316,6 +328,7 @@ class BodyRunner:
                     bucket.graph.close()
             self._buckets.clear()
             self._values.clear()
+            self._dirty.clear()
             self._storages = frozenset()
             poison, self.buffers = self.buffers.poison, StaticBuffers(self.device)
             self.buffers.poison = poison

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import linecache
 import operator
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+
+from fullgraph_compile import ops
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,14 @@ def module_path(node: Node) -> str:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)')
+# Frames of this package and of torch are not where the user would look.
+_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (ops.__file__, __file__, torch.__file__))
 
 
 def source_line(node: Node) -> str:
-    """``file:line: code`` of the user's line that made the node; frames of this package are left out."""
+    """``file:line: code`` of the user's line that made the node."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [f for f in frames if "fullgraph_compile" not in f[0]] or frames
+    frames = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)] or frames
     if not frames:
         return ""
     path, line, _ = frames[-1]

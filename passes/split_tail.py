@@ -20,12 +20,14 @@ class Split:
     """A body and a tail.
 
     ``body`` has the placeholders of the traced graph and returns the tensors that cross the cut, a flat tuple.
-    ``tail`` takes those tensors and then all placeholders, and returns what the traced graph returned.
+    ``tail`` takes those tensors and then the placeholders ``tail_inputs``, by index, and returns what the traced graph
+    returned; it has ``tail_ops`` ops.
     """
 
     body: GraphModule
     tail: GraphModule
     crossing: tuple[str, ...]
+    tail_inputs: tuple[int, ...]
     tail_ops: int
 
 
@@ -48,8 +50,7 @@ def split_tail(gm: GraphModule, proof: Proof) -> Split:
     body_nodes = {n for i, n in enumerate(nodes) if i <= best[1] and n.name not in beyond}
     crossing = _crossing(nodes, best[1], beyond)
     body = _body(gm, body_nodes, crossing)
-    tail, ops = _tail(gm, body_nodes, crossing)
-    return Split(body, tail, tuple(n.name for n in crossing), ops)
+    return Split(body, *_tail(gm, body_nodes, crossing))
 
 
 def whole_body(gm: GraphModule) -> Split:
@@ -57,8 +58,7 @@ def whole_body(gm: GraphModule) -> Split:
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     inside = set(nodes)
     crossing = [n for n in output_node(gm).all_input_nodes if n in inside and not is_size(value_of(n))]
-    tail, ops = _tail(gm, inside, crossing)
-    return Split(_body(gm, inside, crossing), tail, tuple(n.name for n in crossing), ops)
+    return Split(_body(gm, inside, crossing), *_tail(gm, inside, crossing))
 
 
 def _about_other_sizes(node: Node, token: Any) -> bool:
@@ -102,7 +102,9 @@ def _body(gm: GraphModule, inside: set[Node], crossing: list[Node]) -> GraphModu
     return _module(gm, graph)
 
 
-def _tail(gm: GraphModule, inside: set[Node], crossing: list[Node]) -> tuple[GraphModule, int]:
+def _tail(
+    gm: GraphModule, inside: set[Node], crossing: list[Node]
+) -> tuple[GraphModule, tuple[str, ...], tuple[int, ...], int]:
     graph = Graph()
     env: dict[Node, Node] = {}
     for node in crossing:
@@ -126,7 +128,13 @@ def _tail(gm: GraphModule, inside: set[Node], crossing: list[Node]) -> tuple[Gra
     graph.output(map_arg(cast(Any, output_node(gm).args[0]), needed))
     # What the tail does not return it need not compute: assertions on sizes, mostly.
     graph.eliminate_dead_code()
-    return _module(gm, graph), ops
+    read = []
+    for i, node in enumerate(placeholders(gm)):
+        if env[node].users:
+            read.append(i)
+        else:
+            graph.erase_node(env[node])
+    return _module(gm, graph), tuple(n.name for n in crossing), tuple(read), ops
 
 
 def _module(gm: GraphModule, graph: Graph) -> GraphModule:

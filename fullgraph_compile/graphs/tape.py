@@ -1,94 +1,31 @@
 """The tape: a CPU double of graph replay.
 
 It records the ops of one run with every Python value frozen, and replays the same ops on the same storages.  What a
-CUDA graph would do wrong on a GPU, it does wrong here, on a CPU: a number that should have changed keeps its value, a
-buffer that was rebound is not seen, an output is overwritten by the next replay.
+CUDA graph would do wrong on a GPU, it does wrong here: a number that should have changed keeps its value, a buffer
+that was rebound is not seen, an output is overwritten by the next replay.
+
+Three kinds of memory:
+
+    scratch   made while recording.  In a CUDA graph it is memory of the shared pool, which any replay may reuse: it is
+              filled with poison before its own tape is replayed, and after another one was.
+    static    was there before.  It keeps its address and is only written by what the run does.
+    constant  made from Python values (``torch.tensor([1, 2])``): each replay writes the frozen values again.
+
+Limits: one thread and no streams, so no fault of order shows; memory is not reused, only poisoned, so a tape holds all
+of its intermediates; custom ops in C++ and opaque calls are made anew at each replay, and what such a call writes to
+its arguments is not undone after recording.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullgraph_compile.graphs.base import CaptureError, GraphRecorder, RecordedGraph, watched_below
-
-_HOST_READS = frozenset(
-    {"item", "is_nonzero", "_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim",
-     "unique_consecutive", "allclose", "repeat_interleave.Tensor"}
-)  # fmt: skip
-_REBINDS = frozenset({"set_", "resize_", "resize_as_"})
-# Reads of the host that never reach the dispatcher.
-_PYTHON_READS = frozenset(
-    {"item", "tolist", "numpy", "__array__", "__dlpack__", "__bool__", "__int__", "__float__", "__index__", "cpu"}
-)
-_EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
-
-
-class _HostReads(TorchFunctionMode):
-    """Refuses what would read a tensor on the host."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _PYTHON_READS and name != "cpu":
-            raise CaptureError(f"Tensor.{name}() reads a tensor on the host, which a replay does not do again")
-        return func(*args, **(kwargs or {}))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
-
-
-def _poison(tensor: Tensor) -> None:
-    """Fill with what no run would compute."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(float("nan"))
-    elif tensor.dtype == torch.bool:
-        tensor.fill_(True)
-    else:
-        tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-        self.created: dict[int, Tensor] = {}
-        self.opaque: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.partition("::")[2]
-        if name in _HOST_READS or f"{name}.{func._overloadname}" in _HOST_READS:
-            raise CaptureError(f"{func} reads a tensor on the host, which a replay does not do again")
-        if name in _REBINDS:
-            raise CaptureError(f"{func} gives a tensor other memory, which a replay does not see")
-        if func.namespace not in ("aten", "prims"):
-            for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CompositeExplicitAutograd):
-                # Asking for a kernel that is not there crashes the process.
-                if func.has_kernel_for_dispatch_key(key):
-                    with self:
-                        return func._op_dk(key, *args, **kwargs)
-            self.opaque.append(str(func))
-        inputs = {_storage(t) for t in _tensors((args, kwargs))}
-        out = func(*args, **kwargs)
-        fresh = [t for t in _tensors(out) if _storage(t) not in inputs]
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        if fresh or writes:
-            for t in fresh:
-                self.created.setdefault(_storage(t), t)
-            self.calls.append((func, args, kwargs, out))
-        return out
+from fullgraph_compile.graphs.base import CaptureError, GraphRecorder, RecordedGraph
+from fullgraph_compile.graphs.recording import Recording, Step, poison
 
 
 class Tape(RecordedGraph):
@@ -96,98 +33,108 @@ class Tape(RecordedGraph):
 
     Attributes:
         nodes: calls that a replay makes.
-        opaque: custom ops that could only be recorded as one call each.
+        opaque_ops: custom ops that have no implementation in Python, so that each is recorded as one call, with how
+            often: a stale integer inside of them goes unseen.
     """
 
-    def __init__(self, recorder: TapeRecorder, log: _Recorder) -> None:
+    def __init__(self, recorder: TapeRecorder, recording: Recording) -> None:
         self._recorder = recorder
-        self._calls = log.calls
-        self._scratch = [_whole(t) for t in log.created.values()]
-        self.opaque = tuple(log.opaque)
-        self.nodes = len(log.calls)
-
-    def poison(self) -> None:
-        """What another graph of the pool may do to this one's memory."""
-        for tensor in self._scratch:
-            _poison(tensor)
+        self._steps: list[Step] | None = recording.steps
+        self._scratch = [m.whole for m in recording.memory.values() if m.kind == "scratch"]
+        self._inference = torch.is_inference_mode_enabled()
+        self._dirty = True
+        self.nodes = len(recording.steps)
+        self.opaque_ops = recording.opaque_ops
 
     def replay(self) -> None:
-        if not self._calls:
-            raise RuntimeError("this tape was closed")
-        with torch.no_grad():
-            for other in self._recorder.tapes:
-                if other is not self:
-                    other.poison()
-            for func, args, kwargs, out in self._calls:
-                name = func._schema.name.partition("::")[2]
-                if name in _EMPTY:
-                    _poison(out)
-                    continue
-                inputs = {_storage(t) for t in _tensors((args, kwargs))}
-                again = func(*args, **kwargs)
-                for recorded, new in zip(_tensors(out), _tensors(again), strict=True):
-                    if _storage(recorded) not in inputs:
-                        recorded.copy_(new)
+        """Replay, after another graph of the pool has used this one's memory and this one that of the others."""
+        if self._steps is None:
+            raise RuntimeError("this graph was closed")
+        for other in self._recorder.tapes:
+            if other is not self:
+                other.poison()
+        self.poison()
+        self._dirty = True
+        # Compiled pieces are guarded on both modes; scratch made under inference_mode can be written only there.
+        with torch.inference_mode(self._inference), torch.no_grad():
+            for step in self._steps:
+                step.replay()
+
+    def poison(self) -> None:
+        """Fill the scratch with poison, unless nothing has been written there since it was."""
+        if self._dirty:
+            with torch.inference_mode():
+                for tensor in self._scratch:
+                    poison(tensor)
+        self._dirty = False
 
     def close(self) -> None:
-        self._calls = []
+        self._steps = None
         self._scratch = []
-        self._recorder.tapes = [t for t in self._recorder.tapes if t is not self]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage."""
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), 0, (size,), (1,))
+        self._recorder.tapes.discard(self)
 
 
 class TapeRecorder(GraphRecorder):
-    """Records on the CPU."""
+    """Records runs on tapes, which stand for graphs that share one pool.
+
+    Args:
+        device: where the runs compute; meant for the CPU.
+    """
 
     name = "tape"
 
-    def __init__(self) -> None:
-        self.tapes: list[Tape] = []
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
     def record(self, run: Callable[[], None]) -> Tape:
-        log = _Recorder()
-
-        @contextmanager
-        def watch() -> Iterator[None]:
-            # The mode outside is popped while it handles the call that we are in.
-            with _HostReads():
-                yield
-
-        with torch.no_grad(), watched_below(watch), _HostReads(), log:
-            run()
-        tape = Tape(self, log)
-        self._check(tape, log)
-        self.tapes.append(tape)
+        recording = Recording(self.device)
+        try:
+            with recording.on():
+                run()
+            tape = Tape(self, recording)
+            _check(tape, recording)
+        finally:
+            recording.undo()
+        self.tapes.add(tape)
         return tape
-
-    @staticmethod
-    def _check(tape: Tape, log: _Recorder) -> None:
-        """Replay over poisoned scratch: whatever bypassed the recorder shows as a difference."""
-        written = [t for func, args, _, _ in log.calls for t in _written(func, args)]
-        static = {_storage(t): t for t in written if _storage(t) not in log.created}
-        before = {key: t.clone() for key, t in static.items()}
-        tape.poison()
-        tape.replay()
-        for key, tensor in static.items():
-            if not torch.equal(torch.nan_to_num(tensor.double()), torch.nan_to_num(before[key].double())):
-                raise CaptureError(
-                    "a replay gives other values than the run that was recorded: a part of it was not seen by the "
-                    "recorder (a compiled piece?), or it is not the same when it runs twice"
-                )
 
     def close(self) -> None:
         for tape in list(self.tapes):
             tape.close()
 
 
-def _written(func: Any, args: Any) -> list[Tensor]:
-    return [
-        args[i]
-        for i, a in enumerate(func._schema.arguments)
-        if i < len(args) and a.alias_info is not None and a.alias_info.is_write and isinstance(args[i], Tensor)
-    ]
+def _check(tape: Tape, recording: Recording) -> None:
+    """Replay over poisoned scratch: what the recording did not see shows as another value."""
+    unseen = recording.unseen()
+    if unseen is not None:
+        raise CaptureError(
+            f"{unseen.first} reads memory that was made during the run but by no recorded call, so a replay would not "
+            "make it again: mark the compiled piece that makes it with opaque(), or make it before recording"
+        )
+    written = [m for m in recording.memory.values() if m.before is not None]
+    after = [m.whole.clone() for m in written]
+    recording.undo()
+    try:
+        tape.replay()
+    except Exception as error:
+        raise CaptureError(f"what was recorded cannot be replayed: {error}") from error
+    for memory, expected in zip(written, after, strict=True):
+        if not _same(memory.whole, expected):
+            raise CaptureError(
+                f"a replay leaves other values than the run in memory that {memory.first} was the first to touch: a "
+                "part of the run was not recorded (a compiled piece that is not marked with opaque()?)"
+            )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal; NaN is NaN, and the last bits may depend on how threads share the work."""
+    if torch.equal(a, b):
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    if a.element_size() < 2:
+        a, b = a.float(), b.float()
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
