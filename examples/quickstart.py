@@ -190,7 +190,7 @@ class Demo:
             for row, (i, token, (expected, margin)) in enumerate(zip(members, got, want, strict=True)):
                 same = self.checks.same(f"batch {number}, prompt {row + 1}", expected, token, margin)
                 first = (str(number), str(sum(map(len, prompts))), route) if row == 0 else ("", "", "")
-                answers = [_quoted(self.tokenizer.decode([t])) for t in (expected, token)]
+                answers = [Text(repr(self.tokenizer.decode([t]))) for t in (expected, token)]
                 if not same:
                     answers[1].stylize("bold red")
                 table.add_row(*first, _end_of(self.texts[i]), str(len(self.prompts[i])), *answers)
@@ -220,7 +220,7 @@ class Demo:
                     comparable = self.checks.same(f"prompt {i + 1}, new token {step + 1}", token, got[step], margin)
             for by, tokens in (("eager", eager[len(start) :]), ("replay", got)):
                 prompt = _end_of(self.texts[i]) if by == "eager" else ""
-                table.add_row(prompt, by, _quoted(self.tokenizer.decode(tokens)))
+                table.add_row(prompt, by, Text(repr(self.tokenizer.decode(tokens))))
             table.add_section()
         console.print(table)
 
@@ -257,10 +257,6 @@ class Demo:
             faults.append(f"fewer than {MIN_REPLAYED:.0%} of the calls that fit were replayed")
         console.print(f"[bold red]FAILED: {'; '.join(faults)}[/]" if faults else "[bold green]OK[/]")
         return 1 if faults else 0
-
-
-def _quoted(text: str) -> Text:
-    return Text(repr(text))
 
 
 def _end_of(text: str, width: int = 40) -> Text:

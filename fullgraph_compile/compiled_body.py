@@ -10,7 +10,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -64,6 +63,16 @@ class _Variant:
     template: list[tuple[str, Any]] = field(default_factory=list)
     spec: Any = None
 
+    def arguments(self, call: dict[str, Any]) -> list[Any]:
+        """What the graph takes, for a call of this form."""
+        args = self.args.copy()
+        for i, name in self.names.items():
+            args[i] = call[name]
+        index, dim = self.graph.token_input
+        for i in self.sizes:
+            args[i] = args[index].shape[dim]
+        return args
+
     def moved(self) -> bool:
         """Whether a weight was replaced in the module since the trace."""
         slots, names, tensors = zip(*self.owners, strict=True) if self.owners else ((), (), ())
@@ -97,11 +106,10 @@ class CompiledBody:
         if disabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         try:
-            call, batch = self._bind(args, kwargs)
+            call, key, batch = self._bind(args, kwargs)
         except NotServed as refusal:
             return self._eager(refusal, args, kwargs)
         with self._lock, entered(batch):
-            key = self._key(call)
             variant = self._variants.get(key)
             if variant is None:
                 try:
@@ -113,59 +121,83 @@ class CompiledBody:
                     return variant.traced(**self._marked(call))
             return self._direct(key, variant, call)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], PrefillBatch]:
-        """The call in canonical form and the batch it is for; everything is checked here, before anything changes."""
+    def _bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, prepare: bool = True
+    ) -> tuple[dict[str, Any], Any, PrefillBatch | None]:
+        """The call in canonical form, the form's key, and the batch; all is checked here, before anything changes."""
         module = self.module()
         assert module is not None
         if module.training:
             raise NotServed(Reason.TRAINING, "call eval() for graphs")
-        if torch.is_grad_enabled() and self._wants_grad(module, args, kwargs):
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
+        if torch.is_grad_enabled() and self._wants_grad(module, given):
             raise NotServed(Reason.GRAD, "call under torch.no_grad() or torch.inference_mode()")
         if self.refused is not None:
             raise self.refused
         active = active_batch()
-        call = self.integration.canonical({**dict(zip(self._names, args, strict=False)), **kwargs}, active)
+        call = self.integration.canonical(given, active)
         dims = self.integration.token_dims(call)
         if not dims:
             raise NotServed(Reason.ARGUMENTS, "no argument is a tensor with a token dim")
-        lead, dim = next(iter(dims.items()))
-        tokens, device = call[lead].shape[dim], call[lead].device
+        lead = next(iter(dims))
+        tokens, device = call[lead].shape[dims[lead]], call[lead].device
+        positions = given.get("position_ids")
+        if positions is not None and "position_ids" not in dims:
+            raise ValueError(f"position_ids has shape {tuple(positions.shape)}, but the call has {tokens} tokens")
         if active is not None:
             check_batch(active, tokens, device)
-            for name, value in call.items():
-                if isinstance(value, Tensor) and name not in dims and name == "position_ids":
-                    raise ValueError(f"{name} has shape {tuple(value.shape)}, but the batch has {tokens} tokens")
-            return call, active
-        given = kwargs.get("position_ids")
-        if given is None or given.dim() > 2 or tokens == 0:
-            return call, PrefillBatch([tokens], device=device)
-        if given.numel() != tokens:
-            raise ValueError(f"position_ids has {given.numel()} entries, but the call has {tokens} tokens")
-        self.report.device_reads += given.device.type != "cpu"
-        return call, PrefillBatch(restarts(given), device=device)
+        if tokens and prepare:
+            self._prepare(call)
+        return call, self._key(call, dims), active or self._derived(positions, tokens, device)
+
+    def _prepare(self, call: dict[str, Any]) -> None:
+        """Once, before the first call is traced: learn what the module's attention means.
+
+        Raises:
+            NotServed: it cannot be marked; every later call runs as the user wrote it.
+        """
+        if self._prepared:
+            return
+        with self._lock:
+            try:
+                self.integration.prepare(call)
+            except NotServed as refusal:
+                self.refused = refusal
+                raise
+            self._prepared = True
+
+    def _derived(self, positions: Tensor | None, tokens: int, device: torch.device) -> PrefillBatch | None:
+        """What a call without a batch is for; None leaves it to the masks of the traced graph."""
+        if not self.integration.unbacked:
+            return None
+        if positions is None or positions.dim() > 2 or not tokens or not self.integration.restarts_are_requests:
+            return PrefillBatch([tokens], device=device)
+        self.report.device_reads += positions.device.type != "cpu"
+        return PrefillBatch(restarts(positions), device=device)
 
     @staticmethod
-    def _wants_grad(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        given = (*args, *kwargs.values())
-        return any(isinstance(x, Tensor) and x.requires_grad for x in given) or any(
+    def _wants_grad(module: nn.Module, given: dict[str, Any]) -> bool:
+        return any(isinstance(x, Tensor) and x.requires_grad for x in given.values()) or any(
             p.requires_grad for p in module.parameters()
         )
 
-    def _key(self, call: dict[str, Any]) -> Any:
+    def _key(self, call: dict[str, Any], dims: dict[str, int]) -> Any:
         """What a traced graph is for: names, types, constants, and the token dim of each tensor."""
-        dims = self.integration.token_dims(call)
         parts: list[Any] = []
         for name in sorted(call):
             value = call[name]
             if isinstance(value, Tensor):
-                free = name in self.integration.not_tokens
-                shape = tuple(-1 if free or d == dims.get(name) else s for d, s in enumerate(value.shape))
-                parts.append((name, value.dtype, value.device, shape))
+                shape = list(value.shape)
+                if name in self.integration.not_tokens:
+                    shape = [-1] * len(shape)
+                elif name in dims:
+                    shape[dims[name]] = -1
+                parts.append((name, value.dtype, value.device, tuple(shape)))
             elif value is None or isinstance(value, (bool, int, float, str)):
                 parts.append((name, type(value), value))
             else:
                 raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
-        device = next(v.device.type for v in call.values() if isinstance(v, Tensor))
+        device = call[next(iter(dims))].device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         return tuple(parts), autocast
 
@@ -181,13 +213,6 @@ class CompiledBody:
 
     def _trace(self, key: Any, call: dict[str, Any]) -> Any:
         """Trace this form of the call, compile it, and answer the call itself."""
-        if not self._prepared:
-            try:
-                self.integration.prepare(call)
-            except NotServed as refusal:
-                self.refused = refusal
-                raise
-            self._prepared = True
         seen: list[Any] = []
         outs: list[Any] = []
 
@@ -284,12 +309,7 @@ class CompiledBody:
 
     def _direct(self, key: Any, variant: _Variant, call: dict[str, Any]) -> Any:
         graph: CapturedGraph = variant.graph
-        index, dim = graph.token_input
-        args = variant.args.copy()
-        for i, name in variant.names.items():
-            args[i] = call[name]
-        for i in variant.sizes:
-            args[i] = args[index].shape[dim]
+        args = variant.arguments(call)
         with torch.no_grad():
             outs = graph(*args)
         # After the launch, so that the comparison is hidden behind the device.
@@ -310,15 +330,18 @@ class CompiledBody:
         if disabled():
             return Decision(Route.EAGER, None, Reason.DISABLED)
         try:
-            call, batch = self._bind(args, kwargs)
-            variant = self._variants.get(self._key(call))
+            call, key, batch = self._bind(args, kwargs, prepare=False)
         except NotServed as refusal:
             return Decision(Route.EAGER, None, refusal.reason)
-        if variant is None:
-            return expected_decision(self.options, batch)
-        if isinstance(variant.graph, CapturedGraph):
-            return variant.graph.runner.decide(batch)
-        return Decision(Route.COMPILED, None, variant.graph.reason)
+        variant = self._variants.get(key)
+        if variant is not None and isinstance(variant.graph, CapturedGraph):
+            with entered(batch):
+                return variant.graph.runner.decide(variant.graph.batch_of(variant.arguments(call)))
+        if variant is not None:
+            return Decision(Route.COMPILED, None, variant.graph.reason)
+        name, dim = next(iter(self.integration.token_dims(call).items()))
+        batch = batch or PrefillBatch([call[name].shape[dim]], device=call[name].device)
+        return expected_decision(self.options, batch)
 
     def graphs(self) -> list[CapturedGraph]:
         return [v.graph for v in self._variants.values() if isinstance(v.graph, CapturedGraph)]
@@ -349,12 +372,13 @@ def _is_class_forward(module: nn.Module, forward: Any) -> bool:
 
 
 @contextlib.contextmanager
-def entered(batch: PrefillBatch) -> Iterator[None]:
-    """Enter a batch unless it is the active one."""
-    with ExitStack() as stack:
-        if active_batch() is not batch:
-            stack.enter_context(batch)
+def entered(batch: PrefillBatch | None) -> Iterator[None]:
+    """Enter a batch unless it is the active one, or there is none."""
+    if batch is None or active_batch() is batch:
         yield
+    else:
+        with batch:
+            yield
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

@@ -7,12 +7,20 @@ from typing import Any, cast
 
 import torch
 import torch._dynamo
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 
 Compiled = Callable[..., Sequence[Any]]
 
 # Not a failure: AOTAutograd asks Dynamo to trace again with a number made constant.  It must reach Dynamo.
 TraceAgain = torch._dynamo.exc.RestartAnalysis
+
+# The size that Inductor chooses tiles for.
+HINT = 512
 
 
 def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str) -> Compiled:
@@ -33,7 +41,54 @@ def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str) -> Co
             from torch._functorch.aot_autograd import aot_module_simplified
 
             return aot_module_simplified(gm, list(examples), fw_compiler=nop, inference_compiler=nop)
-        from torch._inductor.compile_fx import compile_fx
+        if any(free_unbacked_symbols(e) for e in examples if isinstance(e, (Tensor, torch.SymInt))):
+            return _inductor_backed(gm, examples)
+        return _inductor(gm, examples)
 
-        # One graph is captured around all pieces; Inductor must not capture any of its own.
-        return cast(Compiled, compile_fx(gm, list(examples), config_patches={"triton.cudagraphs": False}))
+
+def _inductor(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx
+
+    # One graph is captured around all pieces; Inductor must not capture any of its own.
+    return cast(Compiled, compile_fx(gm, list(examples), config_patches={"triton.cudagraphs": False}))
+
+
+def _inductor_backed(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
+    """Compile with the unbacked token count replaced by a backed one.
+
+    Inductor (seen in torch 2.11) takes a dependency with an unbacked size for empty when it decides what to fuse, and
+    makes 14 kernels of a decoder piece in place of 5.  The backed count lives in a shape environment of its own, whose
+    guards nobody else sees, so they are checked here.
+    """
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    symbol = env.create_symbol(HINT, ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+
+    def size(value: Any) -> Any:
+        if not isinstance(value, torch.SymInt):
+            return value
+        expr = env.simplify(value.node.expr.xreplace(dict.fromkeys(value.node.expr.free_symbols, symbol)))
+        return env.create_symintnode(expr, hint=int(expr.xreplace({symbol: HINT})))
+
+    with mode:
+        backed = [
+            torch.empty_strided(
+                [size(n) for n in e.shape], [size(n) for n in e.stride()], dtype=e.dtype, device=e.device
+            )
+            if isinstance(e, Tensor)
+            else size(e)
+            for e in examples
+        ]
+    with tracing(TracingContext(mode)):
+        compiled = _inductor(gm, backed)
+    at = next(i for i, e in enumerate(examples) if isinstance(e, torch.SymInt))
+    guards = [g.expr for g in env.guards]
+    holds: dict[int, bool] = {}
+
+    def run(*args: Any) -> Sequence[Any]:
+        tokens = args[at]
+        if tokens not in holds:
+            holds[tokens] = all(bool(g.xreplace({symbol: tokens})) for g in guards)
+        return compiled(*args) if holds[tokens] else gm.forward(*args)
+
+    return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,16 @@ class _Bucket:
     inputs: dict[int, Tensor]
     outputs: list[Tensor]
     graph: RecordedGraph | None = None
+    rows: dict[int, _Rows] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The first rows of a bucket's inputs and outputs, made once for each token count: a view costs as much as a
+    small copy."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
 
 
 class BodyRunner:
@@ -138,10 +148,7 @@ class BodyRunner:
             # The launch read memory that is no longer the weight's: its result is dropped, not returned.
             self.release()
             return self._exact(args, batch), Decision(Route.COMPILED, bucket.tokens, Reason.WEIGHTS_MOVED)
-        outputs = []
-        for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True):
-            outputs.append(buffer if dim is None else buffer.narrow(dim, 0, batch.tokens))
-        return outputs, decision
+        return list(bucket.rows[batch.tokens].outputs), decision
 
     def _weight_pointers(self, args: Sequence[Any]) -> list[int]:
         return list(map(Tensor.data_ptr, map(args.__getitem__, self.inputs.weights)))
@@ -174,12 +181,23 @@ class BodyRunner:
         static = self.buffers.stage(batch, bucket.tokens)
         if self.buffers.poison is not None:
             self._poison(bucket, self.buffers.poison)
+        rows = bucket.rows.get(batch.tokens)
+        if rows is None:
+            rows = bucket.rows[batch.tokens] = self._first_rows(bucket, batch.tokens)
+        to, source = [*rows.inputs, *self._values.values()], [args[i] for i in (*self.inputs.tokens, *self._values)]
+        torch._foreach_copy_(to, source, non_blocking=True)
         for i, dim in self.inputs.tokens.items():
-            bucket.inputs[i].narrow(dim, 0, batch.tokens).copy_(args[i], non_blocking=True)
             self._zero_padded_rows(i, bucket, dim, batch.tokens)
-        for i, value in self._values.items():
-            value.copy_(args[i], non_blocking=True)
         self.program.attention.plan(batch, static)
+
+    def _first_rows(self, bucket: _Bucket, tokens: int) -> _Rows:
+        return _Rows(
+            [bucket.inputs[i].narrow(dim, 0, tokens) for i, dim in self.inputs.tokens.items()],
+            [
+                buffer if dim is None else buffer.narrow(dim, 0, tokens)
+                for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True)
+            ],
+        )
 
     def _zero_padded_rows(self, i: int, bucket: _Bucket, dim: int, tokens: int) -> None:
         """Rows past the real total are zeros; those that no earlier call has written still are."""

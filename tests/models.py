@@ -47,12 +47,14 @@ def tiny_causal_lm(name: str, **changes: Any) -> nn.Module:
 class T2(nn.Module):
     """A decoder of two layers on torch's own attention, for packed ``[T]`` or ``[1, T]`` tokens."""
 
-    def __init__(self, layers: int = 2, hidden: int = 32, heads: int = 4, mlp: nn.Module | None = None) -> None:
+    def __init__(
+        self, layers: int = 2, hidden: int = 32, heads: int = 4, mlp: nn.Module | None = None, causal: bool = True
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, hidden)
         self.place = nn.Embedding(256, hidden)
-        self.layers = nn.ModuleList([Layer(hidden, heads, mlp) for _ in range(layers)])
+        self.layers = nn.ModuleList([Layer(hidden, heads, mlp, causal) for _ in range(layers)])
         self.norm = nn.RMSNorm(hidden)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -63,9 +65,9 @@ class T2(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, hidden: int, heads: int, mlp: nn.Module | None = None) -> None:
+    def __init__(self, hidden: int, heads: int, mlp: nn.Module | None = None, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
@@ -74,7 +76,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
-        a = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        a = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(a.transpose(-2, -3).flatten(-2))
         return x + self.mlp(self.norm2(x))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +18,9 @@ import fullgraph_compile as fgc
 from fullgraph_compile.batch import active_batch
 from tests.models import T2, tiny, tokens
 
-GOOD: dict[str, Any] = {"max_tokens": 32, "graphs": "tape", "compiler": "eager"}
+GOOD: dict[str, Any] = {"buckets": [16], "graphs": "tape", "compiler": "eager"}
 WAYS = ["compile", "torch.compile"]
-MODELS: dict[str, Callable[[], nn.Module]] = {"T2": lambda: T2().eval(), "Llama": lambda: tiny("Llama")}
+MODELS: dict[str, Callable[[], nn.Module]] = {"T2": lambda: T2(layers=1).eval(), "Llama": lambda: tiny("Llama")}
 
 
 def compiled(way: str, module: nn.Module, options: dict[str, Any]) -> Any:
@@ -55,10 +56,11 @@ def per_request(model: nn.Module, lengths: list[int]) -> Tensor:
 
 def check_good_calls(body: Any, eager: nn.Module) -> None:
     """Calls of one request and of several are right and replay."""
-    # Outside of fgc.compile the first call of a size is traced for that size alone; it is not in a batch of several.
-    for lengths in ([9], [7], [3, 4, 2], [1], [20]):
+    before = sum(fgc.report(body).replays.values())
+    # Outside of fgc.compile the first call is traced for its size alone, so it is not a batch of several.
+    for lengths in ([9], [7], [3, 4, 2]):
         torch.testing.assert_close(call(body, lengths), per_request(eager, lengths), rtol=1e-5, atol=2e-5)
-    assert sum(fgc.report(body).replays.values()) >= 4
+    assert sum(fgc.report(body).replays.values()) >= before + 2
 
 
 @contextmanager
@@ -99,7 +101,11 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "tape with the default compiler": ({"graphs": "tape"}, ValueError, ["graphs='tape'", "'aot_eager'", "'eager'"]),
     "unknown compiler": ({"compiler": "gcc"}, ValueError, ["'gcc'", "'inductor'", "'aot_eager'", "'eager'"]),
     "unknown graphs": ({"graphs": "vulkan"}, ValueError, ["'vulkan'", "'auto'", "'cuda'", "'tape'", "'none'"]),
-    "unknown attention": ({**TAPE, "attention": "flash9"}, ValueError, ["'flash9'", "'auto'", "'reference'", "'varlen'"]),
+    "unknown attention": (
+        {**TAPE, "attention": "flash9"},
+        ValueError,
+        ["'flash9'", "'auto'", "'reference'", "'varlen'"],
+    ),
     "attention that cannot run here": ({**TAPE, "attention": "varlen"}, ValueError, ["'varlen'", "cpu", "CUDA"]),
     "GPU graphs on a CPU": (
         {"graphs": "cuda", "compiler": "eager"},
@@ -107,14 +113,15 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["graphs='cuda'", "cpu", "'tape'", "'none'", "'auto'"],
     ),
 }
+NEED_THE_MODEL = ("unknown attention", "attention that cannot run here", "GPU graphs on a CPU")
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_a_bad_option_is_an_error_at_the_first_call_at_the_latest(case: str, way: str, model: str) -> None:
+def test_a_bad_option_is_an_error_at_the_first_call_at_the_latest(case: str, way: str) -> None:
     options, error, says = BAD_OPTIONS[case]
-    module = MODELS[model]()
+    # These need the model, so they are found later than the others.
+    module = MODELS["Llama" if way == "compile" and case in NEED_THE_MODEL else "T2"]()
     eager = copy.deepcopy(module)
     with unchanged(module):
         # Dynamo wraps what a backend raises: the user of torch.compile sees our text in its exception.
@@ -131,7 +138,7 @@ def test_a_bad_option_is_an_error_at_the_first_call_at_the_latest(case: str, way
 @pytest.mark.parametrize("case", ["unknown attention", "GPU graphs on a CPU", "zero bucket"])
 def test_a_bad_option_stays_an_error_at_every_call(case: str, way: str) -> None:
     options, error, says = BAD_OPTIONS[case]
-    module = T2().eval()
+    module = MODELS["T2"]()
     with pytest.raises(error if way == "compile" else BackendCompilerFailed):
         body = compiled(way, module, options)
         call(body, [9])
@@ -157,7 +164,7 @@ def test_what_is_not_a_module_is_refused_by_type() -> None:
 
 
 def test_a_bad_option_leaves_a_body_that_was_compiled_before_as_it_was() -> None:
-    module = T2().eval()
+    module = MODELS["T2"]()
     eager = copy.deepcopy(module)
     fgc.compile(module, **GOOD)
     check_good_calls(module, eager)
@@ -218,35 +225,23 @@ WRONG_BATCHES: dict[str, tuple[Callable[[], fgc.PrefillBatch], list[str]]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", WRONG_BATCHES)
-def test_a_batch_that_does_not_describe_the_call_is_an_error(case: str, way: str, model: str) -> None:
-    make, says = WRONG_BATCHES[case]
+def test_a_batch_that_does_not_describe_the_call_is_an_error(way: str, model: str) -> None:
     module = MODELS[model]()
     eager = copy.deepcopy(module)
     body = compiled(way, module, GOOD)
-    # At the first call, which traces; then when everything is captured; then once more.
-    if way == "torch.compile" or model == "T2":
+    # At the first call, which traces; then when everything is captured.
+    for make, says in WRONG_BATCHES.values():
         fails_and_changes_nothing(body, [9], make(), says)
     check_good_calls(body, eager)
-    for _ in range(2):
+    for make, says in WRONG_BATCHES.values():
         fails_and_changes_nothing(body, [9], make(), says)
-    check_good_calls(body, eager)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_wrong_batch_at_the_first_call_of_a_transformers_body_is_an_error(way: str) -> None:
-    module = tiny("Llama")
-    eager = copy.deepcopy(module)
-    body = compiled(way, module, GOOD)
-    with unchanged(module), pytest.raises(ValueError, match=r"add up to 7, but the call has 9 tokens"):
-        call(body, [9], fgc.PrefillBatch([3, 4], device="cpu"))
-    check_good_calls(body, eager)
+        torch.testing.assert_close(call(body, [4, 2]), per_request(eager, [4, 2]), rtol=1e-5, atol=2e-5)
 
 
 def test_a_wrong_batch_is_an_error_outside_of_every_graph_too() -> None:
     """Over the ladder no graph is used, but the batch is read all the same."""
     for way in WAYS:
-        body = compiled(way, T2().eval(), GOOD)
+        body = compiled(way, MODELS["T2"](), GOOD)
         call(body, [9]), call(body, [7])
         with pytest.raises(ValueError, match=r"add up to 39, but the call has 40 tokens"):
             call(body, [40], fgc.PrefillBatch([20, 19], device="cpu"))
@@ -257,6 +252,7 @@ def test_positions_of_another_length_are_an_error(way: str) -> None:
     module = tiny("Llama")
     eager = copy.deepcopy(module)
     body = compiled(way, module, GOOD)
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # pytest would format every frame
     if way == "compile":
         for inside in (None, fgc.PrefillBatch([9], device="cpu")):
             with torch.no_grad(), pytest.raises(ValueError, match=r"position_ids has .*8.* 9 tokens"):
@@ -273,7 +269,7 @@ def test_positions_of_another_length_are_an_error(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_batch_entered_inside_one_is_an_error(way: str) -> None:
-    module = T2().eval()
+    module = MODELS["T2"]()
     eager = copy.deepcopy(module)
     body = compiled(way, module, GOOD)
     check_good_calls(body, eager)
@@ -296,7 +292,7 @@ def test_a_second_batch_entered_inside_one_is_an_error(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_batch_is_left_after_an_error_inside_it(way: str) -> None:
-    module = T2().eval()
+    module = MODELS["T2"]()
     eager = copy.deepcopy(module)
     body = compiled(way, module, GOOD)
     check_good_calls(body, eager)
@@ -325,7 +321,7 @@ def test_a_bad_batch_is_an_error_when_it_is_made(given: dict[str, Any], error: t
 
 
 def test_warmup_without_arguments_says_what_it_needs() -> None:
-    body = fgc.compile(T2().eval(), **GOOD)
+    body = fgc.compile(MODELS["T2"](), **GOOD)
     with pytest.raises(TypeError, match=r"T2 is called.*warmup\(body, input_ids"):
         fgc.warmup(body)
     assert fgc.warmup(body, input_ids=tokens(5)[None], position_ids=torch.arange(5)[None]).ready
@@ -333,7 +329,8 @@ def test_warmup_without_arguments_says_what_it_needs() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_explain_checks_the_batch_as_the_call_does(way: str) -> None:
-    body = compiled(way, T2().eval(), GOOD)
+    body = compiled(way, MODELS["T2"](), GOOD)
     call(body, [9]), call(body, [7])
-    with pytest.raises(ValueError, match="add up to 7, but the call has 9"), fgc.PrefillBatch([3, 4], device="cpu"):
+    says = "add up to 7, but the call has 9"
+    with torch.no_grad(), pytest.raises(ValueError, match=says), fgc.PrefillBatch([3, 4], device="cpu"):
         fgc.explain(body, input_ids=tokens(9)[None], position_ids=torch.arange(9)[None])

@@ -105,22 +105,33 @@ class Step:
     kwargs: dict[str, Any]
     made: tuple[tuple[int, Tensor], ...]
 
-    def replay(self) -> None:
+    def replay(self, kept: set[int] | None = None) -> None:
+        """Call again.  ``kept`` gets the keys of memory that the call gave as an output before, and gives again."""
         outputs = self.call(*self.args, **self.kwargs)
         if self.made:
             leaves = tree_leaves(outputs)
             for i, recorded in self.made:
                 recorded.copy_(leaves[i])
+                if kept is not None and _key(recorded) == _key(leaves[i]):
+                    kept.add(_key(recorded))
 
 
 @dataclass
 class Memory:
-    """One storage that the run touched: all of it, the call that touched it first, and its kind."""
+    """One storage that the run touched.
+
+    Attributes:
+        whole: all of it, flat.
+        first: the call that touched it first.
+        kind: "static", there before the run; "scratch", made in it; "piece", an output of an opaque call, which
+            either made it or keeps it.
+        before: of memory that is not scratch, what it held before the run wrote to it.
+    """
 
     whole: Tensor
     first: str
     kind: str
-    before: Tensor | None = None  # static memory: what it held before the run wrote to it
+    before: Tensor | None = None
 
 
 class Recording(TorchDispatchMode):
@@ -133,7 +144,7 @@ class Recording(TorchDispatchMode):
         self.opaque_ops: Counter[str] = Counter()
         self.generators: dict[torch.Generator, Tensor] = {}
         self._reads = _HostReads()
-        self._keys = (device.type.upper(), "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+        self._key = getattr(torch._C.DispatchKey, device.type.upper())
         self._watch(torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index])
 
     @contextmanager
@@ -148,12 +159,12 @@ class Recording(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             raise CaptureError(f"{func} is an operator on functions, which the tape cannot record")
         _refuse(func, args, kwargs)
-        kernel = self._python_kernel(func)
-        if kernel is not None:
+        if self._is_python(func):
             # Recorded as one call, an op written in Python would be run again by a replay, and read the live values
             # of its integers and attributes: what it launches is recorded instead.
             with self, self.below():
-                return func._op_dk(kernel, *args, **kwargs)
+                # Unlike a plain call, this one does not hand itself to function modes first.
+                return func.redispatch(torch._C.DispatchKeySet(self._key), *args, **kwargs)
         if func.namespace not in ("aten", "prims"):
             self.opaque_ops[str(func)] += 1
 
@@ -166,14 +177,16 @@ class Recording(TorchDispatchMode):
                 self._watch(leaf)
 
         out = func(*args, **kwargs)
-        leaves = tree_leaves(out)
-        made = tuple((i, t.detach()) for i, t in enumerate(leaves) if isinstance(t, Tensor) and _key(t) not in inputs)
+        if name == "lift_fresh":
+            # Values that come from Python (torch.tensor, from_numpy): frozen, and on memory of the run's own.
+            out = out.clone()
+        made = tuple(
+            (i, t.detach()) for i, t in enumerate(tree_leaves(out)) if isinstance(t, Tensor) and _key(t) not in inputs
+        )
         for _, tensor in made:
             self._see(tensor, str(func), "scratch")
         if name == "lift_fresh":
-            self.memory[_key(out)].kind = "constant"
-            constant = out.detach()
-            self.steps.append(Step(str(func), constant.clone().detach, (), {}, ((0, constant),)))
+            self.steps.append(Step(str(func), out.clone().detach, (), {}, made))
         elif name in _EMPTY_OPS:
             # No step: a replay begins with all scratch poisoned.
             for _, tensor in made:
@@ -184,19 +197,16 @@ class Recording(TorchDispatchMode):
             self.steps.append(Step(str(func), func, frozen_args, frozen_kwargs, made))
         return out
 
-    def _python_kernel(self, func: OpOverload) -> torch._C.DispatchKey | None:
-        """The key under which a custom op has an implementation in Python."""
+    def _is_python(self, func: OpOverload) -> bool:
+        """Whether it is a custom op whose kernel here is written in Python."""
         if func.namespace in ("aten", "prims"):
-            return None
+            return False
         name = func._schema.name.partition("::")[2]
-        names = (name, f"{name}.{func._overloadname}")
-        for key in self._keys:
-            dispatch_key = getattr(torch._C.DispatchKey, key)
-            # Both are asked: a key without a kernel crashes the process when it is called.
-            registered = any(f"{func.namespace}/{n}/{key}" in torch.library._impls for n in names)
-            if registered and func.has_kernel_for_dispatch_key(dispatch_key):
-                return dispatch_key
-        return None
+        for key in (self._key.name, "CompositeExplicitAutograd", "CompositeImplicitAutograd"):
+            if func.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, key)):
+                names = (name, f"{name}.{func._overloadname}")
+                return any(f"{func.namespace}/{n}/{key}" in torch.library._impls for n in names)
+        return False
 
     def _about_to_write(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether the op writes to its arguments; keeps what it will write over."""
@@ -230,13 +240,8 @@ class Recording(TorchDispatchMode):
             out = fn(*args, **kwargs)
             leaves = tree_leaves(out)
             fresh = [(i, t) for i, t in enumerate(leaves) if isinstance(t, Tensor) and _key(t) not in inputs]
-            holders: Counter[int] = Counter()
-            for tensor in {id(t): t for _, leaf in fresh for t in (leaf, leaf._base) if t is not None}.values():
-                holders[_key(tensor)] += 1
             for _, tensor in fresh:
-                # Memory that something else holds too was not made for this call.
-                made = _users(tensor) == holders[_key(tensor)]
-                self._see(tensor, name, "scratch" if made else "static")
+                self._see(tensor, name, "piece")
             made_here = tuple((i, t.detach()) for i, t in fresh)
             self.steps.append(Step(name, fn, frozen_args, frozen_kwargs, made_here))
         return out

@@ -30,6 +30,9 @@ class PlainModule:
     # Whether the token dim can be traced unbacked, in one compile for every size; torch's own attention cannot.
     unbacked = False
 
+    # Whether the module takes a restart of ``position_ids`` for a new request where no batch says so.
+    restarts_are_requests = False
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.forward = module.forward

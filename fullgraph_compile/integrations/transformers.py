@@ -161,11 +161,14 @@ class TransformersModule(PlainModule):
                 )
             # Some of transformers' implementations drop what others compute (sdpa: the soft cap), so the model's
             # eager attention is a second opinion.
-            errors = [self._error(got, calls)]
-            if not errors[-1] <= self._allowed(got):
+            alone = self._alone(calls)
+            together = self._leading_tensor(self.forward(**packed))
+            self.restarts_are_requests = _error(together, alone) <= _allowed(got)
+            errors = [_error(got, alone)]
+            if not errors[-1] <= _allowed(got):
                 with self.attention("eager"):
-                    errors.append(self._error(got, calls))
-        if not errors[-1] <= self._allowed(got):
+                    errors.append(_error(got, self._alone(calls)))
+        if not errors[-1] <= _allowed(got):
             raise NotServed(
                 Reason.ATTENTION,
                 f"two packed requests differ from each alone by {errors[0]:.2g} of the largest value: "
@@ -178,14 +181,9 @@ class TransformersModule(PlainModule):
                 errors[0],
             )
 
-    def _error(self, got: Tensor, calls: list[dict[str, Any]]) -> float:
-        """Largest difference of the packed rows from each request alone, relative to the largest value."""
-        want = torch.cat([self._leading_tensor(self.forward(**c)) for c in calls], dim=1).float()
-        return float((got.float() - want).abs().max() / want.abs().max().clamp_min(1e-6))
-
-    @staticmethod
-    def _allowed(got: Tensor) -> float:
-        return 1e-3 if got.dtype in (torch.float32, torch.float64) else 0.1
+    def _alone(self, calls: list[dict[str, Any]]) -> Tensor:
+        """Each request in a call of its own, rows put together."""
+        return torch.cat([self._leading_tensor(self.forward(**c)) for c in calls], dim=1)
 
     def _small_call(self, call: dict[str, Any], tokens: int) -> dict[str, Any]:
         """The same kind of call with ``tokens`` tokens of one request, and all rows returned."""
@@ -225,6 +223,17 @@ def counting_sites(sites: list[str]) -> Iterator[None]:
         yield
     finally:
         ops.set_direct_attention(before)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    if got.shape != want.shape:
+        return float("inf")
+    return float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-6))
+
+
+def _allowed(got: Tensor) -> float:
+    return 1e-3 if got.dtype in (torch.float32, torch.float64) else 0.1
 
 
 def _device_of(call: dict[str, Any]) -> torch.device:

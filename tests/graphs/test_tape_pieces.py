@@ -61,6 +61,7 @@ def test_a_piece_behind_dynamo_is_run_compiled_both_when_recorded_and_when_repla
         return call
 
     compiled = torch.compile(lambda x: function(x, 1), backend=backend, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
     recorded = Recorded(opaque(compiled))
     runs.clear()
     check(recorded, (8, 3))

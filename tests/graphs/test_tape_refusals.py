@@ -20,7 +20,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.numpy(),
     "__array__": lambda x: np.asarray(x),
-    "__dlpack__": lambda x: torch.utils.dlpack.from_dlpack(x) if False else np.from_dlpack(x),
+    "__dlpack__": lambda x: np.from_dlpack(x),
     "__bool__": lambda x: bool(x.sum() > 0),
     "__int__": lambda x: int(x.sum()),
     "__float__": lambda x: float(x.sum()),
@@ -30,7 +30,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "nonzero": lambda x: x.nonzero(),
     "masked_select": lambda x: x.masked_select(x > 0),
     "index": lambda x: x[x > 0],
-    "index_put_": lambda x: x.clone().index_put_((x > 0,), torch.ones(int((torch.ones(8, 4) > 0).sum()))[:1].expand(2)),
+    "index_put_": lambda x: x.clone().index_put_((x > 0,), torch.ones(2)),
     "unique": lambda x: x.unique(),
     "equal": lambda x: x.equal(x),
     "repeat_interleave": lambda x: x.repeat_interleave(torch.ones(8, dtype=torch.long), dim=0),
@@ -73,7 +73,7 @@ def test_host_reads_are_refused_by_name(how: str, place: str, inference: bool) -
     names |= {"unique": "_unique", "where": "where|nonzero", "__format__": "__format__|item", "index_put_": "index_put"}
     names |= {"__float__": "__float__|item|_local_scalar_dense", "__bool__": "__bool__|is_nonzero"}
     with torch.inference_mode(inference), pytest.raises(CaptureError, match=names.get(how, how)):
-        recorder.record(lambda: PLACES[place](x, how) and None)
+        recorder.record(lambda: PLACES[place](x, how))
     check(Recorded(lambda x: x * 2, recorder=recorder), (3,))
 
 
@@ -93,7 +93,7 @@ def test_reads_are_seen_below_the_mark_inside_a_call_that_hides_them() -> None:
             return backend(args[1])
 
     with pytest.raises(CaptureError, match="tolist"):
-        TapeRecorder().record(lambda: torch.add(Wrapper(), torch.ones(2)) and None)  # type: ignore[call-overload]
+        TapeRecorder().record(lambda: torch.add(Wrapper(), torch.ones(2)))  # type: ignore[call-overload]
     assert seen
 
 
@@ -115,14 +115,8 @@ def test_one_hot_of_a_given_size_is_not_refused_where_it_reads_nothing() -> None
 def test_a_recording_within_a_recording_is_refused() -> None:
     recorder = TapeRecorder()
     with pytest.raises(CaptureError, match="under way"):
-        recorder.record(lambda: recorder.record(lambda: None) and None)
+        recorder.record(lambda: recorder.record(lambda: None))
     check(Recorded(lambda x: x + 1, recorder=recorder))
-
-
-def test_memory_that_no_recorded_call_made_is_refused() -> None:
-    out = torch.zeros(3)
-    with pytest.raises(CaptureError, match=r"aten\.copy_.*no recorded call"):
-        TapeRecorder().record(lambda: out.copy_(torch.from_numpy(np.ones(3, dtype=np.float32))) and None)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyboardInterrupt])
