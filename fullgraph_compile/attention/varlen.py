@@ -1,9 +1,8 @@
-"""FlashAttention 2 as it ships inside torch (``torch.nn.attention.varlen``): CUDA, half precision, no pages."""
+"""FlashAttention 2 as it ships inside torch (behind ``torch.nn.attention.varlen``): CUDA, half precision, no pages."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,13 +11,12 @@ from fullgraph_compile.attention.base import AttentionBackend, Sentinel
 from fullgraph_compile.batch import StaticBatch
 from fullgraph_compile.ops import AttentionSite
 
+# What torch.nn.attention.varlen calls.  Its front launches one more kernel, which clears a random state that nobody
+# reads, and may choose another library's kernel, which is not known to zero rows without keys.
 try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # a build without it
-    varlen_attn = None  # type: ignore[assignment]
-
-# torch 2.11 has no such argument, and its front passes fewer key heads on to a kernel that takes them.
-_TAKES_ENABLE_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    flash_attention = torch.ops.aten._flash_attention_forward.default
+except AttributeError:  # a build without it
+    flash_attention = None  # type: ignore[assignment]
 
 _MAX_HEAD_SIZE = 256
 
@@ -72,10 +70,11 @@ class VarlenAttention(AttentionBackend):
     ) -> Tensor:
         if not q.shape[0]:
             return q.new_zeros(q.shape)
-        options: dict[str, Any] = {"enable_gqa": site.heads != site.kv_heads} if _TAKES_ENABLE_GQA else {}
         # The kernel needs the elements of a head beside each other; rows may be any distance apart.
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        out: Any = varlen_attn(
+        # The op takes a causal mask as a flag, and as a window that ends at the query.
+        causal = site.left < 0 and site.right == 0
+        out: Tensor = flash_attention(
             q,
             k,
             v,
@@ -83,10 +82,13 @@ class VarlenAttention(AttentionBackend):
             static.pad_cu_k,
             max(2, static.max_q),
             static.max_k,
+            0.0,
+            causal,
+            False,
             scale=site.scale,
-            window_size=(site.left, site.right),
-            **options,
-        )
+            window_size_left=site.left,
+            window_size_right=site.right,
+        )[0]
         # Laid out as the query was: the op promises contiguous.
         return out.contiguous()
 
@@ -94,8 +96,8 @@ class VarlenAttention(AttentionBackend):
 def _device_reasons(device: torch.device) -> list[str]:
     if device.type != "cuda":
         return [f"the device is {device.type}; it runs on CUDA only"]
-    if varlen_attn is None:
-        return ["this torch has no torch.nn.attention.varlen"]
+    if flash_attention is None:
+        return ["this torch has no aten::_flash_attention_forward"]
     if torch.version.hip is not None:
         return ["on ROCm its kernel is another one, which is not known to zero padded rows"]
     if not torch.cuda.is_available():

@@ -76,7 +76,7 @@ def test_a_cpu_is_refused_by_name() -> None:
         (lambda m: m.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5)), "compute capability 7.5"),
         (lambda m: m.setattr(torch.cuda, "is_available", lambda: False), "there is no CUDA device"),
         (lambda m: m.setattr(torch.version, "hip", "6.0"), "on ROCm"),
-        (lambda m: m.setattr(varlen, "varlen_attn", None), "no torch.nn.attention.varlen"),
+        (lambda m: m.setattr(varlen, "flash_attention", None), "no aten::_flash_attention_forward"),
         (lambda m: m.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False), "built without"),
     ],
 )
@@ -88,43 +88,42 @@ def test_a_machine_that_cannot_is_refused(
     assert reason in said
 
 
-@pytest.mark.parametrize("takes_gqa", [True, False])
+@pytest.mark.parametrize(("left", "causal"), [(5, False), (-1, True)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_kernel_gets_the_request_of_padded_rows_and_fixed_bounds(
-    takes_gqa: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    left: int, causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[tuple, dict]] = []
 
-    def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def kernel(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
         calls.append((args, kwargs))
-        return torch.empty_like(args[0])
+        return (torch.empty_like(args[0]),)
 
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    monkeypatch.setattr(varlen, "_TAKES_ENABLE_GQA", takes_gqa)
-    site = replace(HALF, kv_heads=kv_heads, left=5, right=0)
+    monkeypatch.setattr(varlen, "flash_attention", kernel)
+    site = replace(HALF, kv_heads=kv_heads, left=left, right=0)
     inputs = inputs_for(site, 8, 8)
     q = inputs.q.transpose(0, 1).contiguous().transpose(0, 1)
     static = static_batch([2, 1], tokens=8, slots=4, max_k=64)
     out = VarlenAttention().run(q, inputs.k, inputs.v, None, None, site, static)
     assert out.is_contiguous()
-    ((query, key, value, cu_q, cu_k, max_q, max_k), options) = calls[0]
+    ((query, key, value, cu_q, cu_k, max_q, max_k, dropout, is_causal, debug), options) = calls[0]
     assert query is q and key is inputs.k and value is inputs.v  # nothing is repeated or copied
     assert cu_q is static.pad_cu_q and cu_k is static.pad_cu_k
     assert (cu_q.tolist(), cu_k.tolist()) == ([0, 2, 3, 3, 3, 8], [0, 2, 3, 3, 3, 3])
     assert (max_q, max_k) == (8, 64)
-    assert options.pop("enable_gqa", None) == ((kv_heads != 4) if takes_gqa else None)
-    assert options == {"scale": site.scale, "window_size": (5, 0)}
+    assert (dropout, is_causal, debug) == (0.0, causal, False)
+    assert options == {"scale": site.scale, "window_size_left": left, "window_size_right": 0}
 
 
 def test_the_bound_of_queries_is_never_one(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds: list[int] = []
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *a, **k: bounds.append(a[5]) or torch.empty_like(a[0]))
+    monkeypatch.setattr(varlen, "flash_attention", lambda *a, **k: bounds.append(a[5]) or (torch.empty_like(a[0]),))
     inputs = inputs_for(HALF, 1, 1)
     VarlenAttention().run(*inputs.tensors(), HALF, replace(static_batch([1]), max_q=1))
     assert bounds == [2]
 
 
 def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", None)
+    monkeypatch.setattr(varlen, "flash_attention", None)
     inputs = inputs_for(HALF, 0, 0)
     assert VarlenAttention().run(*inputs.tensors(), HALF, static_batch([0])).shape == (0, 4, 16)

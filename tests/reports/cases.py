@@ -160,8 +160,10 @@ def pair(
 def packed(body: Any, ids: Tensor, lengths: Sequence[int], **more: Any) -> Tensor:
     """``[T, ...]`` rows of one packed call."""
     batch = fgc.PrefillBatch(list(lengths), device="cpu")
+    positions = torch.cat([torch.arange(n) for n in lengths])[: len(ids)]
+    positions = torch.nn.functional.pad(positions, (0, len(ids) - len(positions)))
     with torch.inference_mode(), batch:
-        return _rows(body(input_ids=ids[None], position_ids=batch.position_ids[None], **_flags(unwrap(body)), **more))
+        return _rows(body(input_ids=ids[None], position_ids=positions[None], **_flags(unwrap(body)), **more))
 
 
 def per_request(model: nn.Module, ids: Tensor, lengths: Sequence[int], **more: Any) -> Tensor:

@@ -88,7 +88,6 @@ def test_b60_a_graph_that_would_be_mostly_padding_is_not_replayed() -> None:
     assert made.report.fallbacks == {Reason.PADDING: 2}
     made.same([64], bucket=128)
     made.same([7], bucket=8)
-    made.graph.runner.release()
     loose = pair(T2(), buckets=[8, 128], max_padding=float("inf"), first=[70])
     loose.same([9], bucket=128)
 
@@ -176,10 +175,21 @@ def test_b59_a_module_with_torch_attention_is_compiled_once_for_any_order_of_cou
     fgc.compile(module, buckets=[8], **TAPE)
     for n in order:
         equal(packed(module, tokens(n), [n]), per_request(eager, tokens(n), [n]))
-        fgc.explain(module, input_ids=tokens(n)[None], position_ids=torch.arange(n)[None])
     report = fgc.report(module)
     assert report.compiles == 1
     assert report.replays == {8: len(order)}
+
+
+def test_b59_a_first_call_of_one_token_can_be_explained() -> None:
+    module = T2().eval()
+    fgc.compile(module, buckets=[8], **TAPE)
+    call = {"input_ids": tokens(1)[None], "position_ids": torch.arange(1)[None]}
+    for _ in range(2):
+        with torch.inference_mode():
+            before = fgc.report(module).replays
+            said = fgc.decision(module, **call)
+            module(**call)
+            assert (said.route is fgc.Route.GRAPH) == (fgc.report(module).replays != before)
 
 
 def test_b58_a_prompt_of_one_token_replays_like_any_other(t2: Pair) -> None:

@@ -208,7 +208,9 @@ def switched(request: pytest.FixtureRequest) -> Pair:
 def test_a_python_number_of_the_module_is_never_stale(switched: Pair) -> None:
     for scale in (2.0, 2.0, 3.0, 2.0):
         switched.module.scale = switched.eager.scale = scale
-        equal(packed(switched.body, tokens(5), [5]), per_request(switched.eager, tokens(5), [5]))
+        got, want = packed(switched.body, tokens(5), [5]), per_request(switched.eager, tokens(5), [5])
+        switched.module.scale = switched.eager.scale = 2.0
+        equal(got, want)
 
 
 def test_a_branch_on_the_token_count_is_taken_for_each_call(switched: Pair) -> None:
@@ -266,8 +268,39 @@ def test_b37_every_batch_is_staged_in_full_whichever_way_it_comes_in(way: str) -
     both.same([9, 25, 3, 2, 1])  # at exact size
     assert len(watched.planned) == staged + 32
     for wrong in ([4, 5], [40]):
-        batch = fgc.PrefillBatch(wrong, device="cpu")
-        flags = {"use_cache": False} if way == "transformers" else {}
-        with pytest.raises(ValueError, match="must be equal"), torch.inference_mode(), batch:
-            body(input_ids=tokens(8)[None], position_ids=torch.arange(8)[None], **flags)
+        with pytest.raises(ValueError, match="must be equal"):
+            packed(body, tokens(8), wrong)
         both.same([4, 4], bucket=8)
+
+
+@pytest.mark.parametrize("way", ["fgc.compile", "torch.compile"])
+def test_b37_a_graph_that_is_not_captured_takes_no_batch_for_one_request(way: str) -> None:
+    """No backend serves its attention, so the model's own runs, which takes all tokens for one request."""
+
+    class Nothing(Watched):
+        def supports(self, site: Any, device: torch.device) -> list[str]:
+            return ["it serves nothing"]
+
+    module = T2().eval()
+    eager = copy.deepcopy(module)
+    options = {"buckets": (8,), "attention": "watched", **TAPE}
+    body: Any = module
+    if way == "torch.compile":
+        body = torch.compile(module, backend="full_prefill", options=options)
+    else:
+        fgc.compile(module, **options)
+    with known_as("watched", Nothing):
+        for lengths in ([5], [7], [3, 4], [5]):
+            ids = tokens(sum(lengths))
+            try:
+                got = packed(body, ids, lengths)
+            except (ValueError, fgc.FallbackError) as refusal:
+                assert len(lengths) > 1
+                assert "2 requests" in str(refusal)
+            else:
+                equal(got, per_request(eager, ids, lengths))
+        with pytest.raises(ValueError, match="must be equal"):
+            packed(body, tokens(7), [4, 5])
+    report = fgc.report(body)
+    assert not report.replays
+    assert Reason.ATTENTION in report.fallbacks
