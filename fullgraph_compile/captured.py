@@ -53,6 +53,7 @@ class CapturedGraph:
         positions: index of the position ids from which requests are told apart where no batch is active; None = all
             tokens are one request then.
         detail: what blocks the graph, for the report.
+        serves: whether the trace is for a token count, by the guards that tracing put on it.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class CapturedGraph:
         token_input: tuple[int, int],
         positions: int | None = None,
         detail: str = "",
+        serves: Callable[[int], bool] = lambda tokens: True,
         strict: bool = False,
     ) -> None:
+        self.serves = serves
         self.runner = runner
         self.tail = tail.forward
         self.tail_inputs = tail_inputs

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import itertools
-import operator
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-from torch.utils import _pytree as pytree
 
 from fullgraph_compile.backend import compile_graph
 from fullgraph_compile.batch import PrefillBatch, active_batch
@@ -29,54 +25,10 @@ from fullgraph_compile.options import Options, disabled
 from fullgraph_compile.pipeline import expected_decision
 from fullgraph_compile.registry import register
 from fullgraph_compile.report import Report, log
+from fullgraph_compile.variant import Variant, attributes, keep_guard, left_something, thin
 
-
-class _Owner(NamedTuple):
-    """Where a weight hangs in the module, so that a replaced one is seen."""
-
-    slots: dict[str, Any]
-    name: str
-    tensor: Tensor
-
-
-@dataclass
-class _Variant:
-    """One traced form of the call: which arguments are given, their types and their constants.
-
-    Attributes:
-        graph: what the backend made of it.
-        traced: the call through Dynamo, for results that cannot be rebuilt without it.
-        args: a value for each placeholder; those of ``sizes`` and ``names`` are filled in at each call.
-        sizes: placeholders that are the token count.
-        names: placeholder -> name of the call argument.
-        owners: where each weight hangs.
-        template: for each leaf of the result, the index of an output, or the constant itself.
-    """
-
-    graph: Any
-    traced: Callable[..., Any]
-    direct: bool = False
-    args: list[Any] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
-    owners: list[_Owner] = field(default_factory=list)
-    template: list[tuple[str, Any]] = field(default_factory=list)
-    spec: Any = None
-
-    def arguments(self, call: dict[str, Any]) -> list[Any]:
-        """What the graph takes, for a call of this form."""
-        args = self.args.copy()
-        for i, name in self.names.items():
-            args[i] = call[name]
-        index, dim = self.graph.token_input
-        for i in self.sizes:
-            args[i] = args[index].shape[dim]
-        return args
-
-    def moved(self) -> bool:
-        """Whether a weight was replaced in the module since the trace."""
-        slots, names, tensors = zip(*self.owners, strict=True) if self.owners else ((), (), ())
-        return not all(map(operator.is_, map(dict.get, slots, names), tensors))
+# An eager call means the same inside a batch of several requests only for these.
+_SAME_EAGERLY = frozenset({Reason.EMPTY})
 
 
 class CompiledBody:
@@ -87,6 +39,9 @@ class CompiledBody:
         options: what the user chose.
     """
 
+    # Traces of one form of call, for states of the module that come and go.
+    MOST_VARIANTS = 8
+
     def __init__(self, module: nn.Module, options: Options) -> None:
         self.module = weakref.ref(module)
         self.forward = module.forward
@@ -95,7 +50,7 @@ class CompiledBody:
         self.integration = integration_for(module)
         self.refused: NotServed | None = None
         self._prepared = False
-        self._variants: dict[Any, _Variant] = {}
+        self._variants: dict[Any, list[Variant]] = {}
         self._lock = threading.RLock()
         self._names = list(inspect.signature(module.forward).parameters)
         register(self, [*module.parameters(), *module.buffers()])
@@ -107,19 +62,47 @@ class CompiledBody:
             return self.forward(*args, **kwargs)
         try:
             call, key, batch = self._bind(args, kwargs)
+            with self._lock, entered(batch):
+                return self._serve(call, key)
         except NotServed as refusal:
             return self._eager(refusal, args, kwargs)
-        with self._lock, entered(batch):
-            variant = self._variants.get(key)
-            if variant is None:
-                try:
-                    return self._trace(key, call)
-                except NotServed as refusal:
-                    return self._eager(refusal, args, kwargs)
+
+    def _serve(self, call: dict[str, Any], key: Any) -> Any:
+        """Make the call by the first variant that is for it, the last used first; trace one if there is none."""
+        variants = self._variants.setdefault(key, [])
+        tokens = self._tokens(call)
+        for i, variant in enumerate(variants):
+            if not variant.serves(tokens):
+                continue
             if not variant.direct:
-                with self.integration.attention(), torch.no_grad():
-                    return variant.traced(**self._marked(call))
-            return self._direct(key, variant, call)
+                with self._modes():
+                    return variant.traced(**self._marked(call, unbacked=variant.unbacked))
+            if not variant.take_new_weights():
+                continue
+            if i and not self._holds(variant):
+                continue
+            with torch.no_grad():
+                result = variant(call)
+            # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
+            if i == 0 and (variant.weights_replaced() or not self._holds(variant)):
+                self.report.fell_back(Reason.CHANGED, strict=self.options.strict)
+                continue
+            variants.insert(0, variants.pop(i))
+            return result
+        if not tokens:
+            raise NotServed(Reason.EMPTY)
+        del variants[self.MOST_VARIANTS - 1 :]
+        variant, result = self._trace(call)
+        variants.insert(0, variant)
+        return result
+
+    def _holds(self, variant: Variant) -> bool:
+        with self._modes():
+            return variant.holds()
+
+    def _tokens(self, call: dict[str, Any]) -> int:
+        name, dim = next(iter(self.integration.token_dims(call).items()))
+        return call[name].shape[dim]
 
     def _bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, prepare: bool = True
@@ -142,7 +125,7 @@ class CompiledBody:
         lead = next(iter(dims))
         tokens, device = call[lead].shape[dims[lead]], call[lead].device
         positions = given.get("position_ids")
-        if positions is not None and "position_ids" not in dims:
+        if isinstance(positions, Tensor) and "position_ids" not in dims:
             raise ValueError(f"position_ids has shape {tuple(positions.shape)}, but the call has {tokens} tokens")
         if active is not None:
             check_batch(active, tokens, device)
@@ -166,11 +149,12 @@ class CompiledBody:
                 raise
             self._prepared = True
 
-    def _derived(self, positions: Tensor | None, tokens: int, device: torch.device) -> PrefillBatch | None:
+    def _derived(self, positions: Any, tokens: int, device: torch.device) -> PrefillBatch | None:
         """What a call without a batch is for; None leaves it to the masks of the traced graph."""
-        if not self.integration.unbacked:
+        if not self.integration.op_attention:
             return None
-        if positions is None or positions.dim() > 2 or not tokens or not self.integration.restarts_are_requests:
+        told = isinstance(positions, Tensor) and positions.dim() <= 2 and tokens
+        if not told or not self.integration.restarts_are_requests:
             return PrefillBatch([tokens], device=device)
         self.report.device_reads += positions.device.type != "cpu"
         return PrefillBatch(restarts(positions), device=device)
@@ -211,10 +195,32 @@ class CompiledBody:
 
     # -- tracing -------------------------------------------------------------------------------------------------
 
-    def _trace(self, key: Any, call: dict[str, Any]) -> Any:
-        """Trace this form of the call, compile it, and answer the call itself."""
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        """What a trace is made under: the op as the module's attention, and no gradients, whatever the caller has."""
+        with self.integration.attention(), torch.inference_mode(False), torch.no_grad():
+            yield
+
+    def _trace(self, call: dict[str, Any]) -> tuple[Variant, Any]:
+        """Trace this form of the call, compile it, and answer the call itself.
+
+        An unbacked token count gives one trace for every size, where the module's code allows it.  Where it asks
+        something of the count, a backed one that is told nothing of its size may still give one.
+        """
+        refusal: NotServed | None = None
+        for unbacked in (True, False) if self.integration.op_attention else (False,):
+            try:
+                return self._trace_once(call, unbacked=unbacked)
+            except NotServed as error:
+                if error.reason is not Reason.NOT_TRACED:
+                    raise
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def _trace_once(self, call: dict[str, Any], *, unbacked: bool) -> tuple[Variant, Any]:
         seen: list[Any] = []
-        outs: list[Any] = []
+        outputs: list[Any] = []
 
         def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             graph = compile_graph(gm, examples, self.options, self.report)
@@ -223,105 +229,52 @@ class CompiledBody:
                 results = graph(*args)
                 if not seen:
                     seen.extend((graph, args))
-                    outs.extend(results)
+                    outputs.extend(results)
                 return results
 
             return run
 
-        marked = self._marked(call)
-        traced = torch.compile(_thin(self.forward), backend=backend, fullgraph=True, dynamic=False)
-        with self.integration.attention(), torch.inference_mode(False), torch.no_grad():
+        module = self.module()
+        assert module is not None
+        marked = self._marked(call, unbacked=unbacked)
+        body = thin(self.forward)
+        traced = torch.compile(
+            body, backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": keep_guard}
+        )
+        before = attributes(module)
+        oblivious = symbolic_config.patch(backed_size_oblivious=not unbacked)  # type: ignore[attr-defined]
+        hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        with self._modes(), oblivious, hooks:
             try:
                 result = traced(**marked)
             except (TorchDynamoException, ConstraintViolationError) as error:
-                raise NotServed(Reason.NOT_TRACED, _first_line(error)) from None
+                raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from None
         if not seen:
             raise NotServed(Reason.NOT_TRACED, "nothing was traced")
-        self._variants[key] = self._variant(seen[0], seen[1], outs, traced, marked, result)
-        return result
+        variant = Variant(seen[0], traced, body.__code__, marked, unbacked)
+        if not left_something(before):
+            variant.learn(module, seen[1], outputs, result)
+        if variant.direct and not self._holds(variant):
+            variant.direct = False
+        return variant, result
 
-    def _marked(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _marked(self, call: dict[str, Any], *, unbacked: bool) -> dict[str, Any]:
         """The call on aliases of its tensors whose token dims are marked; a mark on the caller's own tensor would
         leak into other compiles."""
-        dims = self.integration.token_dims(call)
         marked = dict(call)
-        for name, dim in dims.items():
-            alias = call[name].detach()
-            if self.integration.unbacked:
-                torch._dynamo.decorators.mark_unbacked(
-                    alias, dim, shape_id="tokens", hint_override=min(512, self.options.max_tokens)
-                )
+        for name, dim in self.integration.token_dims(call).items():
+            marked[name] = alias = call[name].detach()
+            if unbacked:
+                hint = min(512, self.options.max_tokens)
+                torch._dynamo.decorators.mark_unbacked(alias, dim, shape_id="tokens", hint_override=hint)
             else:
                 torch._dynamo.mark_dynamic(alias, dim)
-            marked[name] = alias
         for name in self.integration.not_tokens:
             if isinstance(call.get(name), Tensor):
-                marked[name] = call[name].detach()
-                for dim in range(marked[name].dim()):
-                    torch._dynamo.decorators.mark_unbacked(marked[name], dim)
+                marked[name] = alias = call[name].detach()
+                for dim in range(alias.dim()):
+                    torch._dynamo.decorators.mark_unbacked(alias, dim)
         return marked
-
-    def _variant(
-        self,
-        graph: Any,
-        args: Sequence[Any],
-        outs: list[Any],
-        traced: Callable[..., Any],
-        call: dict[str, Any],
-        result: Any,
-    ) -> _Variant:
-        """Learn how to call the graph, and how to rebuild its result, without Dynamo."""
-        variant = _Variant(graph, traced)
-        module = self.module()
-        assert module is not None
-        if not isinstance(graph, CapturedGraph):
-            return variant
-        names = {id(v): k for k, v in call.items() if isinstance(v, Tensor)}
-        owners = {id(t): _Owner(slots, name, t) for slots, name, t in _weights(module)}
-        sizes = set(graph.runner.inputs.sizes)
-        for i, arg in enumerate(args):
-            variant.args.append(None)
-            if i in sizes or not isinstance(arg, Tensor):
-                variant.sizes.append(i)
-            elif id(arg) in names:
-                variant.names[i] = names[id(arg)]
-            elif id(arg) in owners:
-                variant.owners.append(owners[id(arg)])
-                variant.args[i] = arg
-            else:
-                return variant
-        leaves, spec = pytree.tree_flatten(result)
-        at = {id(t): i for i, t in enumerate(outs) if isinstance(t, Tensor)}
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) in at:
-                variant.template.append(("output", at[id(leaf)]))
-            elif isinstance(leaf, Tensor) and id(leaf) in names:
-                variant.template.append(("input", names[id(leaf)]))
-            elif leaf is None or isinstance(leaf, (bool, str)):
-                variant.template.append(("constant", leaf))
-            else:
-                return variant
-        variant.spec = spec
-        variant.direct = True
-        return variant
-
-    # -- the hot path --------------------------------------------------------------------------------------------
-
-    def _direct(self, key: Any, variant: _Variant, call: dict[str, Any]) -> Any:
-        graph: CapturedGraph = variant.graph
-        args = variant.arguments(call)
-        with torch.no_grad():
-            outs = graph(*args)
-        # After the launch, so that the comparison is hidden behind the device.
-        if variant.moved():
-            del self._variants[key]
-            self.report.fell_back(Reason.WEIGHTS_MOVED, strict=self.options.strict)
-            return self._trace(key, call)
-        leaves = [
-            outs[what] if kind == "output" else call[what] if kind == "input" else what
-            for kind, what in variant.template
-        ]
-        return pytree.tree_unflatten(leaves, variant.spec)
 
     # -- asking --------------------------------------------------------------------------------------------------
 
@@ -333,18 +286,18 @@ class CompiledBody:
             call, key, batch = self._bind(args, kwargs, prepare=False)
         except NotServed as refusal:
             return Decision(Route.EAGER, None, refusal.reason)
-        variant = self._variants.get(key)
-        if variant is not None and isinstance(variant.graph, CapturedGraph):
-            with entered(batch):
-                return variant.graph.runner.decide(variant.graph.batch_of(variant.arguments(call)))
-        if variant is not None:
-            return Decision(Route.COMPILED, None, variant.graph.reason)
-        name, dim = next(iter(self.integration.token_dims(call).items()))
-        batch = batch or PrefillBatch([call[name].shape[dim]], device=call[name].device)
-        return expected_decision(self.options, batch)
+        tokens = self._tokens(call)
+        for variant in self._variants.get(key, ()):
+            if not isinstance(variant.graph, CapturedGraph):
+                return Decision(Route.COMPILED, None, variant.graph.reason)
+            if variant.direct and variant.serves(tokens):
+                with entered(batch):
+                    return variant.graph.runner.decide(variant.graph.batch_of(variant.arguments(call)))
+        return expected_decision(self.options, batch or PrefillBatch([tokens], device=next(iter(call.values())).device))
 
     def graphs(self) -> list[CapturedGraph]:
-        return [v.graph for v in self._variants.values() if isinstance(v.graph, CapturedGraph)]
+        """What was traced for graphs so far."""
+        return [v.graph for vs in self._variants.values() for v in vs if isinstance(v.graph, CapturedGraph)]
 
     def release(self) -> None:
         """Free the graphs; the next call captures again, without compiling."""
@@ -358,20 +311,11 @@ class CompiledBody:
         module = self.module()
         if module is not None and module.__dict__.get("forward") is self:
             del module.__dict__["forward"]
-            if self.forward is not getattr(type(module), "forward", None) and not _is_class_forward(
-                module, self.forward
-            ):
+            if getattr(self.forward, "__func__", None) is not type(module).forward:
                 module.forward = self.forward
 
 
-_SAME_EAGERLY = frozenset({Reason.DISABLED})
-
-
-def _is_class_forward(module: nn.Module, forward: Any) -> bool:
-    return getattr(forward, "__func__", None) is type(module).forward
-
-
-@contextlib.contextmanager
+@contextmanager
 def entered(batch: PrefillBatch | None) -> Iterator[None]:
     """Enter a batch unless it is the active one, or there is none."""
     if batch is None or active_batch() is batch:
@@ -381,33 +325,7 @@ def entered(batch: PrefillBatch | None) -> Iterator[None]:
             yield
 
 
-def _weights(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    for part in module.modules():
-        for slots in (part._parameters, part._buffers):
-            for name, tensor in slots.items():
-                if tensor is not None:
-                    yield slots, name, tensor
-
-
-_numbers = itertools.count()
-
-
-def _call_forward(**kwargs: Any) -> Any:
-    return forward(**kwargs)  # type: ignore[name-defined]  # noqa: F821
-
-
-def _thin(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of our own around a forward, with a code object and a name of its own.
-
-    Dynamo keeps what it compiled, and counts its limit of recompiles, by code object, and remembers by name which
-    arguments have changed.
-    """
-    name = f"body_{next(_numbers)}"
-    code = _call_forward.__code__.replace(co_name=name)
-    return types.FunctionType(code, {"forward": forward, "__builtins__": __builtins__}, name)
-
-
-def _first_line(error: BaseException) -> str:
+def _first_lines(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"
 
@@ -423,7 +341,7 @@ def compile(module: nn.Module, **options: Any) -> nn.Module:
         The same object.
 
     Raises:
-        TypeError: not a module.
+        TypeError: not a module, or one that went through ``torch.compile``.
         ValueError: an unknown option or a bad value.
 
     Example:

@@ -34,7 +34,7 @@ class Reason(enum.Enum):
     NOT_COMPILED = "the compiler failed on this graph"
     NOT_TRACED = "the body could not be traced into one graph"
     WEIGHTS_MOVED = "a weight was replaced or moved since capture"
-    RECOMPILED = "a new graph was traced after every bucket was captured"
+    CHANGED = "the module changed since it was traced, so the call was made again"
     SCALAR_INPUT = "a number or a CPU scalar is an input whose value the graph uses"
     MASK = "a mask was given that is neither packed away nor proven trivial"
     ARGUMENTS = "the call's arguments are not ones that a graph can serve"

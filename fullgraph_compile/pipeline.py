@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fullgraph_compile.attention import UnsupportedAttention, create_attention
 from fullgraph_compile.attention.reference import ReferenceAttention
@@ -105,14 +106,17 @@ def _build_symbolic(
     pieces = split_pieces(split.body)
     program = Program(pieces, _compile(pieces, options, report), marked.sites, attention)
     context = options.context_length or options.max_tokens
-    ladder = _guarded(legal_buckets(options.ladder, context, options.slots), gm, token)
-    if blocked is None and not ladder:
-        blocked = Reason.NO_BUCKET
-        detail = (
-            f"buckets {list(options.ladder)}, context_length {context}, request_slots {options.slots}: no bucket can "
-            "be filled by requests of at most context_length tokens"
+    serves = _guards(gm, token)
+    ladder = tuple(b for b in legal_buckets(options.ladder, context, options.slots) if serves(b))
+    dropped = sorted(set(options.ladder) - set(ladder))
+    if dropped:
+        why = (
+            f"no legal batch fills bucket {', '.join(map(str, dropped))} (context_length {context}, request_slots "
+            f"{options.slots})"
         )
-        log.warning("%s: %s; running without graphs", report.name, detail)
+        log.warning("%s: %s; %s", report.name, why, f"buckets left: {list(ladder)}" if ladder else "no bucket is left")
+        if blocked is None and not ladder:
+            blocked, detail = Reason.NO_BUCKET, why
     kind = graph_kind(options, device)
     if blocked is None and kind == "none":
         blocked = Reason.GRAPHS_OFF
@@ -136,6 +140,7 @@ def _build_symbolic(
         token_input=_token_input(gm, token),
         positions=None if marked.positions is None else index[marked.positions],
         detail=detail,
+        serves=serves,
         strict=options.strict,
     )
 
@@ -277,21 +282,25 @@ def _token_input(gm: GraphModule, token: sympy.Symbol) -> tuple[int, int]:
     raise Refused(Reason.ARGUMENTS, f"no input has a dim of exactly {token}")
 
 
-def _guarded(ladder: Sequence[int], gm: GraphModule, token: sympy.Symbol) -> tuple[int, ...]:
-    """The buckets at which Dynamo's guards on a backed token count hold: other sizes may take another branch of the
-    model, so a graph of that size would compute something else."""
+def _guards(gm: GraphModule, token: sympy.Symbol) -> Callable[[int], bool]:
+    """Whether Dynamo's guards on a backed token count hold for a count: for another the model may take another branch,
+    so the graph would compute something else."""
     sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
-    if not sizes or token.name.startswith("u"):
-        return tuple(ladder)
-    env = sizes[0].node.shape_env
-    bounds = env.var_to_range.get(token)
-    conditions = [g.expr for g in env.guards if g.expr.free_symbols == {token}]
+    env = sizes[0].node.shape_env if sizes else None
+    if env is None or free_unbacked_symbols(sizes[0]):
+        return lambda tokens: True
+    known: dict[int, bool] = {}
 
-    def legal(bucket: int) -> bool:
-        inside = bounds is None or bounds.lower <= bucket <= bounds.upper
-        return bool(inside) and all(c.subs(token, bucket) != sympy.false for c in conditions)
+    def serves(tokens: int) -> bool:
+        if tokens not in known:
+            bounds = env.var_to_range.get(token)
+            # The lower bound of 2 is that of a size that was told nothing of 0 and 1; it is no branch.
+            inside = bounds is None or (bounds.lower <= max(tokens, 2) and tokens <= bounds.upper)
+            conditions = [g.expr for g in env.guards if g.expr.free_symbols == {token}]
+            known[tokens] = bool(inside) and all(c.subs(token, tokens) != sympy.false for c in conditions)
+        return known[tokens]
 
-    return tuple(b for b in ladder if legal(b))
+    return serves
 
 
 # -- a graph of one fixed size -----------------------------------------------------------------------------------------

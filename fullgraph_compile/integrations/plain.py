@@ -27,8 +27,9 @@ class PlainModule:
     Its attention is ``scaled_dot_product_attention``, found in the traced graph, or calls of the op itself.
     """
 
-    # Whether the token dim can be traced unbacked, in one compile for every size; torch's own attention cannot.
-    unbacked = False
+    # Whether ``attention`` makes the module's attention calls the op.  If not, they are found in the traced graph:
+    # torch's own attention, which cannot be traced with an unbacked token count.
+    op_attention = False
 
     # Whether the module takes a restart of ``position_ids`` for a new request where no batch says so.
     restarts_are_requests = False

@@ -84,7 +84,7 @@ def attention_function(
 class TransformersModule(PlainModule):
     """A ``PreTrainedModel``: its attention is switched to the op by name while it is traced."""
 
-    unbacked = True
+    op_attention = True
     not_tokens = frozenset({"logits_to_keep"})
 
     def __init__(self, module: nn.Module) -> None:

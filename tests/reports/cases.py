@@ -95,10 +95,11 @@ def known_as(name: str, backend: type[AttentionBackend]) -> Iterator[None]:
 
 @dataclass
 class Pair:
-    """A compiled body, and the module as it was."""
+    """A compiled body, the module as it was, and what ``attention="watched"`` means to it."""
 
     body: Any
     eager: nn.Module
+    backend: type[AttentionBackend] = Watched
 
     @property
     def module(self) -> nn.Module:
@@ -136,7 +137,8 @@ class Pair:
         """
         ids = tokens(sum(lengths), seed=seed)
         before = self.report.replays
-        got = packed(self.body, ids, lengths, **more)
+        with known_as("watched", self.backend):
+            got = packed(self.body, ids, lengths, **more)
         equal(got, per_request(self.eager, ids, lengths, **more))
         assert self.report.replays - before == ({} if bucket is None else {bucket: 1})
         return got
@@ -148,7 +150,7 @@ def pair(
     """Compile ``module`` by ``fgc.compile``; its first call is made with ``first``, compared and uncounted."""
     eager = copy.deepcopy(module.eval())
     fgc.compile(module, attention="watched", **{**TAPE, **options})
-    made = Pair(module, eager)
+    made = Pair(module, eager, backend)
     ids = tokens(sum(first))
     with known_as("watched", backend):
         equal(packed(module, ids, first, **_flags(module)), per_request(eager, ids, first))
