@@ -149,7 +149,7 @@ def errors(args: argparse.Namespace, body: nn.Module, eager: nn.Module, referenc
     pairs = max(1, args.batches // 2)
     for i in range(pairs):
         for runner in runners:
-            runner.buffers.poison = (Poison.IMPOSSIBLE, Poison.PLAUSIBLE)[i % 2]
+            runner.poison = (Poison.IMPOSSIBLE, Poison.PLAUSIBLE)[i % 2]
         a, b = random_batch(args, most), random_batch(args, most)
         first, second, again = call(body, *a), call(body, *b), call(body, *a)
         unequal += not torch.equal(first, again)
@@ -158,7 +158,7 @@ def errors(args: argparse.Namespace, body: nn.Module, eager: nn.Module, referenc
             ours.append(relative_error(got, want))
             theirs.append(relative_error(plain(eager, *batch), want))
     for runner in runners:
-        runner.buffers.poison = None
+        runner.poison = None
     replayed = sum(fgc.report(body).replays.values()) - before
     summary = {
         "batches": len(ours), "calls": 3 * pairs, "replayed": replayed, "ours_max": max(ours), "eager_max": max(theirs),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from fullgraph_compile.batch import PrefillBatch, active_batch, no_active_batch
-from fullgraph_compile.captured import CapturedGraph, PlainGraph, StaticGraph
+from fullgraph_compile.captured import CapturedGraph, PlainGraph, StaticGraph, check_batch
 from fullgraph_compile.compiled_body import CompiledBody
 from fullgraph_compile.dispatch import Decision, Reason, Route
 from fullgraph_compile.integrations.plain import packed_dim
 from fullgraph_compile.integrations.transformers import is_transformers
+from fullgraph_compile.options import disabled
 from fullgraph_compile.registry import compiled_for, unwrap
 from fullgraph_compile.report import Report, merge
 
@@ -41,11 +43,18 @@ def decision(body: Any, *args: Any, **kwargs: Any) -> Decision:
     compiled = _compiled_body(body)
     if compiled is not None:
         return compiled.explain(args, kwargs)
+    if disabled():
+        return Decision(Route.EAGER, None, Reason.DISABLED)
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
     if not tensors:
         raise TypeError("explain() takes the arguments of the call; none of these is a tensor")
     tokens = tensors[0].shape[packed_dim("the first argument", tensors[0])]
-    batch = active_batch() or PrefillBatch([tokens], device=tensors[0].device)
+    batch = active_batch()
+    if batch is not None:
+        check_batch(batch, tokens, tensors[0].device)
+    if torch.is_grad_enabled() and any(p.requires_grad for p in unwrap(body).parameters()):  # type: ignore[union-attr]
+        return Decision(Route.EAGER, None, Reason.GRAD)
+    batch = batch or PrefillBatch([tokens], device=tensors[0].device)
     found = compiled_for(unwrap(body))
     for graph in reversed(found):
         if isinstance(graph, CapturedGraph):
@@ -72,7 +81,8 @@ def warmup(body: Any, *args: Any, **kwargs: Any) -> Report:
     module = unwrap(body)
     assert module is not None
     call = body if callable(body) else module
-    with torch.inference_mode(), no_active_batch():
+    mode = torch.inference_mode() if torch.is_grad_enabled() else nullcontext()
+    with mode, no_active_batch():
         if args or kwargs:
             _uncounted(body, call, args, kwargs)
             return report(body)

@@ -15,9 +15,9 @@ from torch.fx import GraphModule
 from fullgraph_compile.captured import PlainGraph
 from fullgraph_compile.compilers import TraceAgain, compile_piece
 from fullgraph_compile.dispatch import Reason
-from fullgraph_compile.options import Options, disabled
+from fullgraph_compile.options import BadOption, Options, disabled
 from fullgraph_compile.passes.common import copy_graph, is_weight, placeholders, source_line
-from fullgraph_compile.pipeline import Refused, build
+from fullgraph_compile.pipeline import Refused, build, separates
 from fullgraph_compile.registry import register
 from fullgraph_compile.report import Report, log
 
@@ -77,22 +77,27 @@ def compile_graph(
     report.slots = options.slots
     report.compiles += 1
     start = time.perf_counter()
+    weights = [x for n, x in zip(placeholders(gm), example_inputs, strict=True) if is_weight(n, x)]
+    for tensor in (x for x in (*weights, *example_inputs) if isinstance(x, Tensor) and x.dim()):
+        options.check_device(tensor.device)
+        break
     compiled: Any
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
-        compiled = PlainGraph(gm.forward, report, Reason.GRAD, strict=options.strict)
+        compiled = PlainGraph(gm.forward, report, Reason.GRAD, separates=separates(gm), strict=options.strict)
     else:
         try:
             compiled = build(gm, example_inputs, options, report)
-        except TraceAgain:
+        except (TraceAgain, BadOption):
             raise
         except Refused as refused:
             compiled = _as_it_is(gm, example_inputs, options, report, refused)
         except Exception as error:
             log.exception("%s: the graph runs as it was traced", report.name)
             detail = f"{type(error).__name__}: {error}"
-            compiled = PlainGraph(gm.forward, report, Reason.NOT_COMPILED, detail, strict=options.strict)
+            compiled = PlainGraph(
+                gm.forward, report, Reason.NOT_COMPILED, detail, separates=separates(gm), strict=options.strict
+            )
     report.compile_seconds += time.perf_counter() - start
-    weights = [x for n, x in zip(placeholders(gm), example_inputs, strict=True) if is_weight(n, x)]
     register(compiled, weights)
     return compiled
 
@@ -112,7 +117,9 @@ def _as_it_is(
             raise
         except Exception as error:
             log.warning("%s: %s refused the graph, it runs as traced: %s", report.name, options.compiler, error)
-    return PlainGraph(call, report, refused.reason, refused.detail, strict=options.strict, error=unsafe)
+    return PlainGraph(
+        call, report, refused.reason, refused.detail, separates=separates(gm), strict=options.strict, error=unsafe
+    )
 
 
 def _name_of(gm: GraphModule) -> str:

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fullgraph_compile.cache import PagedKVCache
 
 
 class PrefillBatch:
@@ -62,7 +65,15 @@ class PrefillBatch:
         self.tokens = sum(new)
         self.requests = len(new)
         self.longest = max(n + c for n, c in zip(new, cached, strict=True))
+        self.cache: PagedKVCache | None = None
         self._entered: Token[PrefillBatch | None] | None = None
+
+    @classmethod
+    def for_capture(cls, lengths: list[int], cache: PagedKVCache | None, device: torch.device) -> PrefillBatch:
+        """The batch that a graph is captured with: legal, and over no request's pages."""
+        batch = cls(lengths, device=device)
+        batch.cache = cache
+        return batch
 
     @cached_property
     def position_ids(self) -> Tensor:

@@ -249,16 +249,17 @@ class PagedKVCache:
             lengths: tokens of each request, cached and new.
 
         Raises:
-            TypeError: a page or a length is not an integer.
+            TypeError: a page (unless it equals one in use) or a length is not an integer.
             ValueError: a page is out of range, not in use or listed twice, or a request has too few pages.
         """
         if len(pages) != len(lengths):
             raise ValueError(f"pages has {len(pages)} lists for {len(lengths)} requests; give one for each request")
         for i, (held, length) in enumerate(zip(pages, lengths, strict=True)):
-            if self._allocates:
-                self._check_held(f"pages[{i}]", held)
-            else:
-                self._check_range(f"pages[{i}]", held)
+            # Once a batch, with thousands of pages if they are small: what is right costs no loop in Python.
+            once = set(held)
+            if len(once) != len(held) or not self._holders.keys() >= once:
+                check = self._check_held if self._allocates else self._check_range
+                check(f"pages[{i}]", held)
             needed = self._pages_for(f"lengths[{i}]", length)
             if needed > len(held):
                 raise ValueError(
@@ -282,10 +283,6 @@ class PagedKVCache:
                 raise ValueError(f"{name} computes in {site.dtype}, the cache holds {self.dtype}")
 
     def _check_held(self, name: str, pages: Sequence[int]) -> None:
-        # Staging comes here for each batch, with thousands of pages if they are small: no loop in Python.
-        once = set(pages)
-        if len(once) == len(pages) and self._holders.keys() >= once and set(map(type, pages)) <= {int}:
-            return
         self._check_range(name, pages)
         for page in pages:
             if page not in self._holders:

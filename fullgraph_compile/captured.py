@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from fullgraph_compile.batch import PrefillBatch, active_batch
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
+from fullgraph_compile.registry import register
 from fullgraph_compile.report import Report
 from fullgraph_compile.runner import BodyRunner
 
@@ -26,10 +27,12 @@ class PlainGraph:
         reason: Reason,
         detail: str = "",
         *,
+        separates: Callable[[], bool],
         strict: bool = False,
         error: bool = False,
     ) -> None:
         self.call = call
+        self.separates = separates
         self.report = report
         self.reason = reason
         self.detail = detail
@@ -39,6 +42,13 @@ class PlainGraph:
     def __call__(self, *args: Any) -> Any:
         if self.error:
             raise FallbackError(f"{self.report.name}: {self.reason.value}: {self.detail} (unsafe='error' is set)")
+        batch = active_batch()
+        if batch is not None and batch.requests > 1 and not self.separates():
+            raise FallbackError(
+                f"{self.report.name} cannot be called with {batch!r}: no graph replays ({self.reason.value}"
+                f"{f': {self.detail}' if self.detail else ''}), and the model's own attention is not known to tell "
+                "requests apart"
+            )
         self.report.fell_back(self.reason, self.detail, strict=self.strict)
         return self.call(*args)
 
@@ -83,12 +93,12 @@ class CapturedGraph:
         runner = self.runner
         with runner.lock:
             if self.strict and (refusal := runner.decide(batch)).route is not Route.GRAPH:
-                self._count(refusal, batch)
+                self._count(refusal, batch, args)
             if runner.limits.single_request and batch.requests > 1 and runner.limits.blocked is None:
                 rows = self._one_by_one(args, batch)
             else:
                 rows, decision = runner.run(args, batch)
-                self._count(decision, batch)
+                self._count(decision, batch, args)
             results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
             return tuple(runner.owned(r) if isinstance(r, Tensor) else r for r in results)
 
@@ -122,18 +132,21 @@ class CapturedGraph:
             for i in self.runner.inputs.sizes:
                 one[i] = new
             part, decision = self.runner.run(one, PrefillBatch([new], device=batch.device))
-            self._count(decision, PrefillBatch([new], device="cpu"))
+            self._count(decision, PrefillBatch([new], device="cpu"), one)
             parts.append([t.clone() for t in part])
             start += new
         dims = [dim for _, dim in self.runner.outputs]
         return [parts[0][i] if dim is None else torch.cat([p[i] for p in parts], dim) for i, dim in enumerate(dims)]
 
-    def _count(self, decision: Decision, batch: PrefillBatch) -> None:
+    def _count(self, decision: Decision, batch: PrefillBatch, args: Sequence[Any]) -> None:
         if decision.route is Route.GRAPH:
             assert decision.bucket is not None
             self.report.replayed(decision.bucket, batch.tokens)
             return
         assert decision.reason is not None
+        if decision.reason is Reason.WEIGHTS_MOVED:
+            # Found by other parameters from now on.
+            register(self, [args[i] for i in self.runner.inputs.weights])
         detail = self.detail if decision.reason is self.runner.limits.blocked else self._about(decision.reason, batch)
         self.report.fell_back(decision.reason, detail, strict=self.strict)
 
@@ -183,7 +196,6 @@ class StaticGraph:
         self.strict = strict
         self._make_runner = make_runner
         self._separates = separates
-        self._separated: bool | None = None
         self._calls = 0
         self.runner: BodyRunner | None = None
 
@@ -217,9 +229,7 @@ class StaticGraph:
         check_batch(batch, self.tokens, self.device)
         if batch.requests == 1:
             return
-        if self._separated is None:
-            self._separated = self._separates()
-        if not self._separated:
+        if not self._separates():
             raise ValueError(
                 f"{batch!r} holds several requests, but this call was traced for exactly {self.tokens} tokens, with "
                 "the model's own attention, which takes them for one request; mark the token dim with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +22,12 @@ from fullgraph_compile.captured import CapturedGraph, check_batch, restarts
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
 from fullgraph_compile.integrations import integration_for
 from fullgraph_compile.integrations.plain import NotServed
-from fullgraph_compile.options import Options, disabled
+from fullgraph_compile.options import BadOption, Options, disabled
 from fullgraph_compile.pipeline import expected_decision
-from fullgraph_compile.registry import register
+from fullgraph_compile.registry import register, unregister
 from fullgraph_compile.report import Report, log
-from fullgraph_compile.variant import Variant, attributes, keep_guard, left_something, thin
+from fullgraph_compile.runner import WeightsChanged
+from fullgraph_compile.variant import Variant, attributes, is_number, keep_guard, left_something, thin
 
 # An eager call means the same inside a batch of several requests only for these.
 _SAME_EAGERLY = frozenset({Reason.EMPTY})
@@ -52,8 +54,13 @@ class CompiledBody:
         self._prepared = False
         self._variants: dict[Any, list[Variant]] = {}
         self._lock = threading.RLock()
-        self._names = list(inspect.signature(module.forward).parameters)
+        self.__signature__ = inspect.signature(module.forward)
+        self._names = list(self.__signature__.parameters)
         register(self, [*module.parameters(), *module.buffers()])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module, or one that was saved and loaded, is not compiled: its forward is its class's."""
+        return _forward_of_class, (self.module(),)
 
     # -- calling -------------------------------------------------------------------------------------------------
 
@@ -76,13 +83,16 @@ class CompiledBody:
                 continue
             if not variant.direct:
                 with self._modes():
-                    return variant.traced(**self._marked(call, unbacked=variant.unbacked))
-            if not variant.take_new_weights():
+                    return variant.traced(self.module(), self._marked(call, unbacked=variant.unbacked))
+            if not self._accepts(variant, call) or not variant.take_new_weights():
                 continue
             if i and not self._holds(variant):
                 continue
-            with torch.no_grad():
-                result = variant(call)
+            try:
+                with torch.no_grad():
+                    result = variant(call)
+            except WeightsChanged:
+                continue
             # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
             if i == 0 and (variant.weights_replaced() or not self._holds(variant)):
                 self.report.fell_back(Reason.CHANGED, strict=self.options.strict)
@@ -91,7 +101,10 @@ class CompiledBody:
             return result
         if not tokens:
             raise NotServed(Reason.EMPTY)
-        del variants[self.MOST_VARIANTS - 1 :]
+        if len(variants) >= self.MOST_VARIANTS:
+            variants[:] = [v for v in variants if v.direct and self._holds(v)]
+        if len(variants) >= self.MOST_VARIANTS:
+            raise NotServed(Reason.ARGUMENTS, f"more than {self.MOST_VARIANTS} values of a number that the graph keeps")
         variant, result = self._trace(call)
         variants.insert(0, variant)
         return result
@@ -99,6 +112,10 @@ class CompiledBody:
     def _holds(self, variant: Variant) -> bool:
         with self._modes():
             return variant.holds()
+
+    def _accepts(self, variant: Variant, call: dict[str, Any]) -> bool:
+        with self._modes():
+            return variant.accepts(call)
 
     def _tokens(self, call: dict[str, Any]) -> int:
         name, dim = next(iter(self.integration.token_dims(call).items()))
@@ -177,8 +194,10 @@ class CompiledBody:
                 elif name in dims:
                     shape[dims[name]] = -1
                 parts.append((name, value.dtype, value.device, tuple(shape)))
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                parts.append((name, type(value), value))
+            elif is_number(value):
+                parts.append((name, type(value)))
+            elif value is None or isinstance(value, (bool, str)):
+                parts.append((name, value))
             else:
                 raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
         device = call[next(iter(dims))].device.type
@@ -221,9 +240,14 @@ class CompiledBody:
     def _trace_once(self, call: dict[str, Any], *, unbacked: bool) -> tuple[Variant, Any]:
         seen: list[Any] = []
         outputs: list[Any] = []
+        failed: list[BadOption] = []
 
         def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-            graph = compile_graph(gm, examples, self.options, self.report)
+            try:
+                graph = compile_graph(gm, examples, self.options, self.report)
+            except BadOption as error:
+                failed.append(error)
+                raise
 
             def run(*args: Any) -> Any:
                 results = graph(*args)
@@ -246,14 +270,16 @@ class CompiledBody:
         hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
         with self._modes(), oblivious, hooks:
             try:
-                result = traced(**marked)
+                result = traced(module, marked)
             except (TorchDynamoException, ConstraintViolationError) as error:
+                if failed:
+                    raise failed[0] from None
                 raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from None
         if not seen:
             raise NotServed(Reason.NOT_TRACED, "nothing was traced")
-        variant = Variant(seen[0], traced, body.__code__, marked, unbacked)
+        variant = Variant(seen[0], traced, body.__code__, marked, unbacked, self.module)
         if not left_something(before):
-            variant.learn(module, seen[1], outputs, result)
+            variant.learn(seen[1], outputs, result)
         if variant.direct and not self._holds(variant):
             variant.direct = False
         return variant, result
@@ -307,12 +333,17 @@ class CompiledBody:
     def close(self) -> None:
         """Put the module's own forward back and free everything."""
         self.release()
+        unregister(self, *self.graphs())
         self._variants.clear()
         module = self.module()
         if module is not None and module.__dict__.get("forward") is self:
             del module.__dict__["forward"]
             if getattr(self.forward, "__func__", None) is not type(module).forward:
                 module.forward = self.forward
+
+
+def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)
 
 
 @contextmanager
@@ -352,6 +383,9 @@ def compile(module: nn.Module, **options: Any) -> nn.Module:
         raise TypeError(f"compile() takes an nn.Module, not {type(module).__name__}")
     if hasattr(module, "_orig_mod"):
         raise TypeError("the module went through torch.compile already; give compile() the module itself")
+    for tensor in (*module.parameters(), *module.buffers()):
+        parsed.check_device(tensor.device)
+        break
     if disabled():
         return module
     previous = module.__dict__.get("forward")

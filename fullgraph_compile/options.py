@@ -9,11 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
+from fullgraph_compile.attention import attention_names
 from fullgraph_compile.ladder import check_buckets, default_ladder
 
 COMPILERS = ("inductor", "aot_eager", "eager")
 GRAPHS = ("auto", "cuda", "tape", "none")
 UNSAFE = ("compiled", "error")
+
+
+class BadOption(ValueError):
+    """A choice that cannot be had on this machine or for this module; never turned into a fallback."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class Options:
         _one_of("unsafe", self.unsafe, UNSAFE)
         if not isinstance(self.attention, str):
             raise TypeError(f"attention={self.attention!r} must be 'auto' or the name of an attention backend")
+        _one_of("attention", self.attention, attention_names())
         if isinstance(self.max_padding, bool) or not isinstance(self.max_padding, (int, float)):
             raise TypeError(f"max_padding={self.max_padding!r} must be a number >= 1")
         if not self.max_padding >= 1:
@@ -111,6 +119,13 @@ class Options:
     @property
     def show_progress(self) -> bool:
         return sys.stderr.isatty() if self.progress is None else self.progress
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ``BadOption`` where a choice cannot be had on the device of the body."""
+        if self.graphs == "cuda" and device.type != "cuda":
+            raise BadOption(
+                f"graphs='cuda' needs a CUDA device, the body is on {device}; valid here: 'auto', 'tape', 'none'"
+            )
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:

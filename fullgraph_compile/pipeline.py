@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import sympy
@@ -15,13 +16,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fullgraph_compile.attention import UnsupportedAttention, create_attention
 from fullgraph_compile.attention.reference import ReferenceAttention
 from fullgraph_compile.batch import PrefillBatch
+from fullgraph_compile.capture import Inputs
 from fullgraph_compile.captured import CapturedGraph, StaticGraph
 from fullgraph_compile.compilers import TraceAgain, compile_piece
 from fullgraph_compile.dispatch import Decision, Limits, Reason, decide
 from fullgraph_compile.graphs import create_recorder
 from fullgraph_compile.ladder import legal_buckets
 from fullgraph_compile.ops import attention as attention_op
-from fullgraph_compile.options import Options
+from fullgraph_compile.options import BadOption, Options
 from fullgraph_compile.passes.check_row_independence import Proof, check_row_independence
 from fullgraph_compile.passes.common import (
     Refusal,
@@ -43,7 +45,9 @@ from fullgraph_compile.passes.split_tail import Split, split_tail, whole_body
 from fullgraph_compile.program import Program
 from fullgraph_compile.progress import steps
 from fullgraph_compile.report import Report, log
-from fullgraph_compile.runner import BodyRunner, Inputs
+from fullgraph_compile.runner import BodyRunner
+
+_WRITES = "writes to an input or a buffer, which a replay would do to its own copy"
 
 
 class Refused(Exception):
@@ -90,10 +94,16 @@ def _build_symbolic(
     try:
         attention = create_attention(options.attention, marked.sites, device)
     except UnsupportedAttention as error:
+        if options.attention != "auto":
+            raise BadOption(str(error)) from None
         raise Refused(Reason.ATTENTION, str(error)) from None
 
     proof = check_row_independence(marked.gm, token)
     split, blocked, detail = _split(marked.gm, proof)
+    if blocked is None and (writers := written_inputs(marked.gm)):
+        # The tail would make the write after the body, which may read what was written.
+        split, blocked = whole_body(marked.gm), Reason.UNPROVEN
+        detail = _some(proof.refusals) or _some([refusal(n, _WRITES) for n in writers])
     padding = pad_to_bucket(split.body, token)
     if blocked is None and padding.refusals:
         blocked, detail = Reason.UNPROVEN, _some(padding.refusals)
@@ -263,7 +273,12 @@ def _inputs(body: GraphModule, weights: frozenset[str], padding: Padding) -> Inp
         elif i not in padding.inputs:
             values.append(i)
     used = {i: dim for i, dim in padding.inputs.items() if placeholders(body)[i].users}
-    return Inputs(tuple(sizes), used, tuple(weight_indices), tuple(values))
+    return Inputs(tuple(sizes), used, tuple(weight_indices), tuple(values), _forms(body, weight_indices))
+
+
+def _forms(body: GraphModule, weights: Sequence[int]) -> dict[int, tuple[torch.dtype, tuple[int, ...]]]:
+    nodes = placeholders(body)
+    return {i: (value_of(nodes[i]).dtype, tuple(value_of(nodes[i]).shape)) for i in weights}
 
 
 def _outputs(body: GraphModule, padding: Padding) -> list[tuple[Tensor, int | None]]:
@@ -321,11 +336,25 @@ def _build_static(gm: GraphModule, weights: frozenset[str], options: Options, re
                 as_traced = dataclasses.replace(options, compiler="eager")
                 return _static_runner(gm, tokens, weights, device, as_traced, report)
 
-    def separates() -> bool:
-        marked = mark_attention(gm, sympy.Integer(tokens))
-        return not marked.refusals and marked.requests != "one"
+    return StaticGraph(gm, tokens, make_runner, separates(gm), report, device=device, strict=options.strict)
 
-    return StaticGraph(gm, tokens, make_runner, separates, report, device=device, strict=options.strict)
+
+def separates(gm: GraphModule) -> Callable[[], bool]:
+    """Whether the graph's own attention tells the requests of a packed call apart: by the op, or by its masks."""
+
+    @cache
+    def ask() -> bool:
+        weights = frozenset(n.name for n in placeholders(gm) if is_weight(n))
+        token, why = find_token(gm, lambda n: n.name in weights)
+        try:
+            if why == "static":
+                token = sympy.Integer(_static_tokens(gm, weights))
+            marked = None if token is None else mark_attention(gm, token)
+        except Refused:
+            return False
+        return marked is not None and not marked.refusals and (not marked.sites or marked.requests != "one")
+
+    return ask
 
 
 def _static_tokens(gm: GraphModule, weights: frozenset[str]) -> int:
@@ -368,11 +397,13 @@ def _static_runner(
         blocked = Reason.GRAPHS_OFF
     nodes = placeholders(split.body)
     pieces = Pieces.whole(split.body, tuple(value_of(n) for n in nodes))
+    held = tuple(i for i, n in enumerate(nodes) if n.name in weights)
     inputs = Inputs(
         (),
         {},
-        tuple(i for i, n in enumerate(nodes) if n.name in weights),
+        held,
         tuple(i for i, n in enumerate(nodes) if n.name not in weights and isinstance(value_of(n), Tensor)),
+        _forms(split.body, held),
     )
     return BodyRunner(
         Program(pieces, _compile(pieces, options, report), (), ReferenceAttention()),

@@ -27,6 +27,12 @@ def register(compiled: Compiled, weights: Iterable[Tensor]) -> None:
     _compiled.append((weakref.ref(compiled), tuple(weakref.ref(w) for w in weights)))
 
 
+def unregister(*compiled: Compiled) -> None:
+    """Forget what was compiled."""
+    gone = {id(c) for c in compiled}
+    _compiled[:] = [entry for entry in _compiled if id(entry[0]()) not in gone]
+
+
 def compiled_for(module: nn.Module | None) -> list[Compiled]:
     """What was compiled for a module, oldest first; everything for None."""
     wanted = None if module is None else {id(t) for t in _tensors(module)}
@@ -39,6 +45,8 @@ def compiled_for(module: nn.Module | None) -> list[Compiled]:
         alive.append(entry)
         if wanted is None or any(w is not None and id(w) in wanted for w in weights):
             found.append(compiled)
+    # What was registered twice, by old and by new parameters, is one.
+    found = list({id(c): c for c in found}.values())
     _compiled[:] = alive
     return found
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
+
+if TYPE_CHECKING:
+    from fullgraph_compile.cache import PagedKVCache
 
 
 class Poison(enum.Enum):
@@ -80,18 +84,18 @@ class StaticBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.poison: Poison | None = None
         self._blocks: dict[int, tuple[_Layout, Tensor, StaticBatch]] = {}
         self._ring: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._turn = 0
 
-    def add(self, tokens: int, slots: int, max_k: int) -> StaticBatch:
+    def add(self, tokens: int, slots: int, max_k: int, cache: PagedKVCache | None = None) -> StaticBatch:
         """Allocate the metadata of one bucket.
 
         Args:
             tokens: the bucket, which also bounds the new tokens of a request.
             slots: its request slots.
             max_k: bound of cached and new tokens of a request.
+            cache: the KV cache that the bucket's graph reads and writes.
         """
         layout = _Layout(slots)
         with torch.inference_mode(False):
@@ -100,7 +104,7 @@ class StaticBuffers:
         self._blocks[tokens] = (layout, block, static)
         return static
 
-    def stage(self, batch: PrefillBatch, tokens: int) -> StaticBatch:
+    def stage(self, batch: PrefillBatch, tokens: int, poison: Poison | None = None) -> StaticBatch:
         """Write a batch into the metadata of bucket ``tokens``, on the current stream, without waiting.
 
         The batch is checked against the bounds that the bucket's kernels got at capture; one outside of them is an
@@ -112,8 +116,8 @@ class StaticBuffers:
                 f"{batch!r}, longest {batch.longest}, does not fit bucket {static.tokens} with {static.slots} "
                 f"request slots and {static.max_k} tokens a request"
             )
-        if self.poison is not None:
-            block.copy_(torch.from_numpy(self._poisoned(layout, static)))
+        if poison is not None:
+            block.copy_(torch.from_numpy(self._poisoned(layout, static, poison)))
         self._copy(layout.pack(batch, tokens), block)
         return static
 
@@ -151,8 +155,9 @@ class StaticBuffers:
             self._ring[self._turn] = (pinned, event)
         return pinned, event
 
-    def _poisoned(self, layout: _Layout, static: StaticBatch) -> np.ndarray:
-        if self.poison is Poison.IMPOSSIBLE:
+    @staticmethod
+    def _poisoned(layout: _Layout, static: StaticBatch, poison: Poison) -> np.ndarray:
+        if poison is Poison.IMPOSSIBLE:
             return np.full(layout.size, 2**30, dtype=np.int32)
         # A full batch of nearly equal requests, so that every tail holds live-looking values.
         short, longer = divmod(static.tokens, static.slots)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.utils import _pytree as pytree
@@ -39,6 +39,7 @@ class Variant:
         sizes: placeholders that are the token count.
         names: placeholder -> name of the call argument.
         owners: placeholder -> where the weight hangs.
+        numbers: for the numbers of a call, whether the trace is for them.
         template: for each leaf of the result, the index of an output, the name of an input, or the constant itself.
     """
 
@@ -47,6 +48,7 @@ class Variant:
     code: types.CodeType
     sample: dict[str, Any]
     unbacked: bool
+    module: weakref.ref[nn.Module]
     direct: bool = False
     args: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -54,16 +56,19 @@ class Variant:
     owners: dict[int, Owner] = field(default_factory=dict)
     template: list[tuple[str, Any]] = field(default_factory=list)
     spec: Any = None
+    numbers: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     # -- learning ------------------------------------------------------------------------------------------------
 
-    def learn(self, module: nn.Module, args: Sequence[Any], outputs: Sequence[Any], result: Any) -> None:
+    def learn(self, args: Sequence[Any], outputs: Sequence[Any], result: Any) -> None:
         """Match what the graph was called with, and what it returned, to the call's arguments and its result.
 
         Whatever cannot be matched leaves ``direct`` False.
         """
-        if not isinstance(self.graph, CapturedGraph) or self._guards() is None:
+        module = self.module()
+        if not isinstance(self.graph, CapturedGraph) or self._guards() is None or module is None:
             return
+        self.numbers[tuple(v for v in self.sample.values() if is_number(v))] = True
         names = {id(v): k for k, v in self.sample.items() if isinstance(v, Tensor)}
         owners = {id(t): owner for owner, t in _weights(module)}
         sizes = set(self.graph.runner.inputs.sizes)
@@ -139,14 +144,23 @@ class Variant:
         now = map(dict.get, *zip(*self.owners.values(), strict=True)) if self.owners else ()
         return not all(map(operator.is_, now, map(self.args.__getitem__, self.owners)))
 
-    def holds(self) -> bool:
+    def accepts(self, call: dict[str, Any]) -> bool:
+        """Whether the trace is for the numbers that the call gives: the same as in the traced call, or unused."""
+        numbers = {k: call[k] for k, v in self.sample.items() if is_number(v)}
+        known = tuple(numbers.values())
+        if known not in self.numbers:
+            self.numbers[known] = self.holds({**self.sample, **numbers})
+        return self.numbers[known]
+
+    def holds(self, sample: dict[str, Any] | None = None) -> bool:
         """Whether the module is as it was when it was traced: attributes, flags, hooks, config.
 
         Asks Dynamo's own guards about the traced call's arguments.  Those on parameters were left out: they are most
         of the cost, and weights are compared by identity and address instead.
         """
         entry = self._guards()
-        return entry is not None and bool(entry.guard_manager.check({"kwargs": self.sample}))
+        sample = self.sample if sample is None else sample
+        return entry is not None and bool(entry.guard_manager.check({"module": self.module(), "kwargs": sample}))
 
     def _guards(self) -> Any:
         entries = _debug_get_cache_entry_list(self.code)
@@ -156,6 +170,11 @@ class Variant:
 def keep_guard(guards: Sequence[Any]) -> list[bool]:
     """Filter for Dynamo: all guards but those on parameters."""
     return [not isinstance(g.value, nn.Parameter) for g in guards]
+
+
+def is_number(value: Any) -> bool:
+    """A number whose value a trace may or may not depend on."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
@@ -173,19 +192,20 @@ def _weights(module: nn.Module) -> Iterator[tuple[Owner, Tensor]]:
 _numbers = itertools.count()
 
 
-def _call_forward(**kwargs: Any) -> Any:
-    return forward(**kwargs)  # type: ignore[name-defined]  # noqa: F821
+def _call_forward(module: Any, kwargs: dict[str, Any]) -> Any:
+    return forward(module, **kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 
 def thin(forward: Callable[..., Any]) -> types.FunctionType:
-    """A function of our own around a forward, with a code object and a name of its own.
+    """A function of our own around a forward: ``body(module, kwargs)``, with a code object and a name of its own.
 
     Dynamo keeps what it compiled, and counts its limit of recompiles, by code object, and remembers by name which
-    arguments have changed.
+    arguments have changed.  It keeps the globals alive too, so the module is an argument.
     """
     name = f"body_{next(_numbers)}"
     code = _call_forward.__code__.replace(co_name=name)
-    return types.FunctionType(code, {"forward": forward, "__builtins__": __builtins__}, name)
+    unbound = getattr(forward, "__func__", None) or (lambda module, **kwargs: forward(**kwargs))
+    return types.FunctionType(code, {"forward": unbound, "__builtins__": __builtins__}, name)
 
 
 def attributes(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from fullgraph_compile.ops import attention
 from fullgraph_compile.passes.check_row_independence import Proof
 from fullgraph_compile.passes.common import is_size, output_node, placeholders, token_dims, value_of
+from fullgraph_compile.passes.part import remove_unread
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _tail(
         ops += 1
     graph.output(map_arg(cast(Any, output_node(gm).args[0]), needed))
     # What the tail does not return it need not compute: assertions on sizes, mostly.
-    graph.eliminate_dead_code()
+    remove_unread(graph, [n for n in graph.nodes if n.op not in ("placeholder", "output")])
     read = []
     for i, node in enumerate(placeholders(gm)):
         if env[node].users:

@@ -341,7 +341,7 @@ def test_pages_and_lengths_that_fit_are_taken() -> None:
         ([[1], []], [4, 1], ValueError, r"pages\[1\] has 0 pages of 4 tokens; a request of 1 tokens needs 1"),
         ([[1]], [-1], ValueError, r"lengths\[0\]=-1 must be 0 or more"),
         ([[1]], [1, 1], ValueError, r"pages has 1 lists for 2 requests"),
-        ([[1.0]], [1], TypeError, r"pages\[0\]: page is 1\.0, which is not an integer"),
+        ([[1.5]], [1], TypeError, r"pages\[0\]: page is 1\.5, which is not an integer"),
         ([[1]], [1.0], TypeError, r"lengths\[0\] is 1\.0, which is not an integer"),
     ],
 )

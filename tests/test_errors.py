@@ -195,7 +195,7 @@ def memory(body: Any) -> list[Tensor]:
     copies: list[Tensor] = []
     for graph in compiled_for(unwrap(body)):
         if isinstance(graph, CapturedGraph):
-            for bucket in graph.runner._buckets.values():
+            for bucket in graph.runner.buckets.values():
                 copies += [t.clone() for t in (bucket.static.cu_q, *bucket.inputs.values(), *bucket.outputs)]
     return copies
 

@@ -376,7 +376,7 @@ def test_b114_replay_fails_and_the_same_call_is_right(way: str, later: bool, mon
     if later:
         check_replayed(body, eager, 7, 3, 7)
     (runner,) = runners(body)
-    graph = runner._buckets[8].graph
+    graph = runner.buckets[8].graph
     launched: list[int] = []
 
     def replay() -> None:
@@ -413,7 +413,7 @@ def test_b114_any_failure_of_a_recording_is_survived(
         body = compiled("compile", module)
     else:
         body = ready("compile", module)
-        for bucket in runners(body)[0]._buckets.values():
+        for bucket in runners(body)[0].buckets.values():
             monkeypatch.setattr(bucket.graph, "replay", fails)
     check(body, eager, 7, 12)
     assert gc.isenabled()
@@ -897,8 +897,8 @@ def test_release_frees_and_the_next_call_captures_again_without_compiling(way: s
     eager = copy.deepcopy(module)
     body = ready(way, module)
     compiles = fgc.report(body).compiles
-    graphs = [weakref.ref(b.graph) for r in runners(body) for b in r._buckets.values()]
-    inputs = [weakref.ref(t) for r in runners(body) for b in r._buckets.values() for t in b.inputs.values()]
+    graphs = [weakref.ref(b.graph) for r in runners(body) for b in r.buckets.values()]
+    inputs = [weakref.ref(t) for r in runners(body) for b in r.buckets.values() for t in b.inputs.values()]
     fgc.release(body)
     gc.collect()
     assert [r() for r in (*graphs, *inputs)] == [None] * (len(graphs) + len(inputs))

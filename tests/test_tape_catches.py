@@ -148,7 +148,7 @@ def wrong_batches(name: str, graphs: str) -> tuple[list[int], list[int]]:
         if not torch.allclose(got, want, rtol=1e-4, atol=1e-4):
             wrong.append(i)
         for graph in body.forward.graphs():
-            for bucket in graph.runner._buckets.values():
+            for bucket in graph.runner.buckets.values():
                 if not all(t.isfinite().all() for t in bucket.outputs):
                     unclean.append(i)
     assert sum(fgc.report(body).replays.values()) == (len(BATCHES) if graphs == "tape" else 0)

@@ -154,7 +154,7 @@ def test_b72_the_head_is_outside_of_the_graph() -> None:
     with torch.no_grad():
         model(input_ids=tokens(5)[None], use_cache=False)
     (graph,) = model.forward.graphs()
-    for bucket in graph.runner._buckets.values():
+    for bucket in graph.runner.buckets.values():
         assert [tuple(t.shape) for t in bucket.outputs] == [(1, bucket.tokens, 32)]
 
 

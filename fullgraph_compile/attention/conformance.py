@@ -1,7 +1,7 @@
 """The conformance battery: whether an attention backend can be trusted in a graph, on this machine.
 
-Each probe records a few batches' worth of attention as a runner does (the tape on a CPU, CUDA graphs on a GPU), replays
-it over other batches, and compares with dense attention in fp64.
+Each probe records attention once, on a batch that fills the bucket, as a runner does (on the tape on a CPU, in a CUDA
+graph on a GPU), replays it over other batches, and compares with dense attention in fp64.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from rich.table import Table
 
 from fullgraph_compile import attention
 from fullgraph_compile.attention.base import AttentionBackend
+from fullgraph_compile.attention.dense import TOLERANCE
 from fullgraph_compile.attention.probes import Probe, probes
-from fullgraph_compile.attention.rig import TOLERANCE, play
+from fullgraph_compile.attention.rig import play
 from fullgraph_compile.graphs import CaptureError
 from fullgraph_compile.ops import AttentionSite
 from fullgraph_compile.progress import steps

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fullgraph_compile.ops import AttentionSite
+
+# What an answer may be off by, absolutely and relative to it: the last rounding, and that of the softmax's weights.
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2,
+}  # fmt: skip
+
+# An answer without the feature is farther from the right one than this many tolerances.
+DISTINCT = 5
 
 
 @dataclass(frozen=True)

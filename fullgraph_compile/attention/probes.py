@@ -23,7 +23,7 @@ class Batch:
 
     Attributes:
         new: new tokens of each.
-        cached: cached tokens of each; left out where the layout has no cache.
+        cached: cached tokens of each; none = 0 of all, as in all batches of a layout without a cache.
         shared: cached tokens that all requests have in common, in the same pages as far as these are whole.
     """
 
@@ -34,10 +34,9 @@ class Batch:
     def __str__(self) -> str:
         return f"{list(self.new)} new tokens" + (f" after {list(self.cached)} cached" if any(self.cached) else "")
 
-    def keys(self, paged: bool) -> tuple[int, ...]:
+    def keys(self) -> tuple[int, ...]:
         """Cached and new tokens of each request."""
-        cached = self.cached if paged and self.cached else (0,) * len(self.new)
-        return tuple(n + c for n, c in zip(self.new, cached, strict=True))
+        return tuple(n + c for n, c in zip(self.new, self.cached or (0,) * len(self.new), strict=True))
 
 
 Drop = Callable[[AttentionSite, Operands], "tuple[AttentionSite, Operands]"]

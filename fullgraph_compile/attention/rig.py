@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.attention.base import AttentionBackend
-from fullgraph_compile.attention.dense import Operands, dense
+from fullgraph_compile.attention.dense import DISTINCT, TOLERANCE, Operands, dense
 from fullgraph_compile.attention.probes import MAX_K, SLOTS, TOKENS, Batch, Trial
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.graphs import RecordedGraph, below, create_recorder
 from fullgraph_compile.ops import AttentionSite
-
-# What an answer may be off by, absolutely and relative to it: the last rounding, and that of the softmax's weights.
-TOLERANCE: Mapping[torch.dtype, float] = {
-    torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2,
-}  # fmt: skip
-
-# An answer without the feature is farther from the right one than this many tolerances.
-DISTINCT = 5
 
 # Words around each vector of the metadata, which belong to no vector.
 _AROUND = 3
@@ -78,6 +70,7 @@ class _Rig:
                 for warm_up in (True, False):
                     for tokens, bucket in buckets.items():
                         full = self.trial.captured if tokens == TOKENS else Batch((tokens,))
+                        full = full if self.cache is not None else Batch(full.new)
                         self._stage(bucket, full)
                         if warm_up:
                             self._run(bucket)
@@ -87,7 +80,7 @@ class _Rig:
                         wrong = self._malformed(bucket)
                         if wrong:
                             return wrong
-            for i, batch in enumerate(self.trial.batches):
+            for i, batch in enumerate(self._batches()):
                 bucket = buckets[min(n for n in buckets if n >= sum(batch.new))]
                 rows = self._stage(bucket, batch)
                 assert bucket.graph is not None
@@ -99,9 +92,12 @@ class _Rig:
             recorder.close()
         return None
 
+    def _batches(self) -> list[Batch]:
+        return [batch if self.cache is not None else Batch(batch.new) for batch in self.trial.batches]
+
     def exact(self) -> str | None:
-        for batch in self.trial.batches:
-            keys = batch.keys(self.cache is not None)
+        for batch in self._batches():
+            keys = batch.keys()
             bucket = self._bucket(sum(batch.new), len(batch.new), max(1, *keys), max_q=max(2, *batch.new))
             rows = self._stage(bucket, batch)
             for output in bucket.outputs:  # the allocator gives these bytes to the next tensor of that size
@@ -214,12 +210,11 @@ class _Rig:
         """Write a batch and values for it; the values of each site's requests, in fp64 on the CPU."""
         for tensor in (*bucket.made, *bucket.outputs):  # memory that a run must write in full
             tensor.fill_(float("nan"))
-        paged = self.cache is not None
-        keys = batch.keys(paged)
+        keys = batch.keys()
         pages, slots = self._pages(batch, keys)
         self._write_metadata(bucket, batch, keys, pages, slots)
         rows = [self._write_values(i, bucket.inputs[i], batch, keys, slots) for i in range(len(self.sites))]
-        more: dict[str, Any] = {"cache": self.cache, "pages": pages} if paged else {}
+        more: dict[str, Any] = {"cache": self.cache, "pages": pages} if self.cache is not None else {}
         cached = [k - n for k, n in zip(keys, batch.new, strict=True)]
         self.backend.plan(PrefillBatch(list(batch.new), cached, device=self.device, **more), bucket.static)
         return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -136,7 +137,9 @@ class TritonAttention(AttentionBackend):
             pages, page_size, max_k = (cache.k[site.index], cache.v[site.index]), cache.page_size, static.max_k
             table = static.page_table  # type: ignore[attr-defined]
         config = choose_config(site, q.shape[0], max_k, *_device_limits(q.device))
-        self._launch(config, q, *pages, sinks, slopes, out, site, static, table, page_size)
+        # Triton launches on the current device, which need not be the model's.
+        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+            self._launch(config, q, *pages, sinks, slopes, out, site, static, table, page_size)
         return out
 
     def _launch(

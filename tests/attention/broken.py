@@ -17,7 +17,7 @@ from fullgraph_compile.ops import AttentionSite
 
 
 class Sound(AttentionBackend):
-    """Right; with hooks where the broken ones differ.  Keys come from pages by gathering all that a request may have."""
+    """Right; with hooks where the broken ones differ.  All keys that a request may have are gathered from its pages."""
 
     name: ClassVar[str] = "sound"
     sentinel: ClassVar[Sentinel] = Sentinel()

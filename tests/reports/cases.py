@@ -126,7 +126,7 @@ class Pair:
 
     def dress(self, poison: Poison | None) -> None:
         for graph in self.graphs:
-            graph.runner.buffers.poison = poison
+            graph.runner.poison = poison
 
     def same(self, lengths: Sequence[int], *, seed: int = 0, bucket: int | None = None, **more: Any) -> Tensor:
         """Call with a packed batch, compare with each request alone, and see that exactly this bucket was replayed.

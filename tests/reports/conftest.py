@@ -1,5 +1,5 @@
-"""Bodies are shared by the tests of a module, and a compiled body asks Dynamo's guards whether it still holds, so Dynamo
-is cleaned before each module, not before each test."""
+"""Dynamo is cleaned before each module here, not before each test: the tests of a module share compiled bodies, which ask
+Dynamo's guards whether they still hold."""
 
 from __future__ import annotations
 

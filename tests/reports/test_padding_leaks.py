@@ -47,7 +47,7 @@ def test_b01_b10_a_scale_shared_by_rows_is_refused_and_equals_eagers(scales: str
     fgc.compile(module, buckets=[8], **TAPE)
     for n in (5, 7, 5):
         for graph in module.forward.graphs():
-            graph.runner.buffers.poison = Poison.IMPOSSIBLE
+            graph.runner.poison = Poison.IMPOSSIBLE
         got, want = one_call(module, n, seed=n), one_call(eager, n, seed=n)
         equal(got[0], want[0])
         equal(got[1].contiguous(), want[1].contiguous())
@@ -85,7 +85,7 @@ def test_b03_a_count_of_real_tokens_is_read_at_each_replay() -> None:
         for n, real in calls:
             equal(*(one_call(m, n, seed=n, n_real=torch.tensor(real)) for m in (module, eager)))
             for graph in module.forward.graphs():
-                graph.runner.buffers.poison = poison
+                graph.runner.poison = poison
     report = fgc.report(module)
     assert report.replays == {8: len(calls) * len(DRESSES)}
     assert report.compiles == 1
@@ -151,7 +151,7 @@ def test_b06_an_encoder_of_three_layers_stays_finite() -> None:
             encoder.same([3, 4], seed=seed, bucket=16)
         encoder.same([30], bucket=32)
         encoder.same([3, 4], bucket=16)
-        (rows,) = encoder.graph.runner._buckets[16].outputs
+        (rows,) = encoder.graph.runner.buckets[16].outputs
         assert rows.shape[1] == 16
         assert rows.isfinite().all(), "attention writes zeros to the padded rows, so they stay finite too"
 

@@ -42,7 +42,7 @@ ladders = st.sets(st.integers(1, MOST), min_size=1, max_size=4)
 batches = st.lists(st.lists(st.integers(0, 24), min_size=1, max_size=10), min_size=2, max_size=5)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ladder=ladders,
     slots=st.integers(1, 12),
@@ -87,7 +87,7 @@ def test_rows_equal_eagers_and_each_call_goes_where_the_decision_says(
     assert t2.report.compiles == 1
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(a=batches, b=batches, dress=st.sampled_from(DRESSES))
 def test_a_replay_gives_the_same_bits_whatever_ran_before(
     t2: Pair, a: list[list[int]], b: list[list[int]], dress: Poison | None

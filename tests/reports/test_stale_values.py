@@ -159,14 +159,17 @@ class Keeps(T2):
         return self.norm(self.last)
 
 
+def either_way(module: nn.Module, way: str, **options: Any) -> Pair:
+    module.eval()
+    eager = copy.deepcopy(module)
+    if way == "fgc.compile":
+        return Pair(fgc.compile(module, **options, **TAPE), eager)
+    return Pair(torch.compile(module, backend="full_prefill", options={**options, **TAPE}), eager)
+
+
 @pytest.fixture(scope="module", params=["fgc.compile", "torch.compile"])
 def keeps(request: pytest.FixtureRequest) -> Pair:
-    module = Keeps().eval()
-    eager = copy.deepcopy(module)
-    if request.param == "fgc.compile":
-        fgc.compile(module, buckets=[4, 8, 16], **TAPE)
-        return Pair(module, eager)
-    return Pair(torch.compile(module, backend="full_prefill", options={"buckets": (4, 8, 16), **TAPE}), eager)
+    return either_way(Keeps(), request.param, buckets=(4, 8, 16))
 
 
 def test_b31_positions_that_are_kept_on_the_module_are_those_of_the_call(keeps: Pair) -> None:
@@ -182,40 +185,35 @@ def test_b32_what_a_call_keeps_on_the_module_is_never_an_old_value(keeps: Pair) 
         equal(keeps.module.positions, keeps.eager.positions)
 
 
-class Switched(T2):
-    """Python decides: by a number of the module, and by the token count."""
-
+class Scaled(T2):
     scale = 2.0
-    many = 8
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = (self.embed(input_ids) + self.place(position_ids)) * self.scale
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x if x.shape[1] <= self.many else -x)
+        return self.norm(x)
 
 
-@pytest.fixture(scope="module", params=["fgc.compile", "torch.compile"])
-def switched(request: pytest.FixtureRequest) -> Pair:
-    module = Switched().eval()
-    eager = copy.deepcopy(module)
-    if request.param == "fgc.compile":
-        fgc.compile(module, buckets=[8, 16], **TAPE)
-        return Pair(module, eager)
-    return Pair(torch.compile(module, backend="full_prefill", options={"buckets": (8, 16), **TAPE}), eager)
+@pytest.mark.parametrize("way", ["fgc.compile", "torch.compile"])
+def test_a_python_number_of_the_module_is_never_stale(way: str) -> None:
+    scaled = either_way(Scaled(), way, buckets=(8,))
+    for scale in (2.0, 3.0, 4.0, 5.0, 2.0):
+        scaled.module.scale = scaled.eager.scale = scale
+        equal(packed(scaled.body, tokens(5), [5]), per_request(scaled.eager, tokens(5), [5]))
 
 
-def test_a_python_number_of_the_module_is_never_stale(switched: Pair) -> None:
-    for scale in (2.0, 2.0, 3.0, 2.0):
-        switched.module.scale = switched.eager.scale = scale
-        got, want = packed(switched.body, tokens(5), [5]), per_request(switched.eager, tokens(5), [5])
-        switched.module.scale = switched.eager.scale = 2.0
-        equal(got, want)
+class Branching(T2):
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        rows = super().forward(input_ids, position_ids)
+        return rows if rows.shape[1] <= 8 else -rows
 
 
-def test_a_branch_on_the_token_count_is_taken_for_each_call(switched: Pair) -> None:
+@pytest.mark.parametrize("way", ["fgc.compile", "torch.compile"])
+def test_a_branch_on_the_token_count_is_taken_for_each_call(way: str) -> None:
+    branching = either_way(Branching(), way, buckets=(8, 16))
     for n in (5, 7, 12, 20, 7, 12):
-        equal(packed(switched.body, tokens(n), [n]), per_request(switched.eager, tokens(n), [n]))
+        equal(packed(branching.body, tokens(n), [n]), per_request(branching.eager, tokens(n), [n]))
 
 
 def test_b33_rotary_scaling_that_reads_positions_on_the_host_runs_eagerly() -> None:
@@ -248,15 +246,9 @@ def test_b35_any_split_of_a_bucket_follows_any_other(t2: Pair) -> None:
 @pytest.mark.parametrize("way", ["fgc.compile", "torch.compile", "transformers"])
 def test_b37_every_batch_is_staged_in_full_whichever_way_it_comes_in(way: str) -> None:
     """``Watched`` looks at each staged batch, all vectors and tails."""
-    module = (tiny("Llama") if way == "transformers" else T2()).eval()
-    eager = copy.deepcopy(module)
-    options = {"buckets": (4, 8, 16, 32), "request_slots": 4, "attention": "watched", **TAPE}
-    body: Any = module
-    if way == "torch.compile":
-        body = torch.compile(module, backend="full_prefill", options=options)
-    else:
-        fgc.compile(module, **options)
-    both, dice = Pair(body, eager), random.Random(1)
+    module, compiled_by = (tiny("Llama"), "fgc.compile") if way == "transformers" else (T2(), way)
+    both = either_way(module, compiled_by, buckets=(4, 8, 16, 32), request_slots=4, attention="watched")
+    body, eager, dice = both.body, both.eager, random.Random(1)
     with known_as("watched", Watched):
         for n in (5, 7):
             equal(packed(body, tokens(n), [n]), per_request(eager, tokens(n), [n]))
@@ -281,14 +273,8 @@ def test_b37_a_graph_that_is_not_captured_takes_no_batch_for_one_request(way: st
         def supports(self, site: Any, device: torch.device) -> list[str]:
             return ["it serves nothing"]
 
-    module = T2().eval()
-    eager = copy.deepcopy(module)
-    options = {"buckets": (8,), "attention": "watched", **TAPE}
-    body: Any = module
-    if way == "torch.compile":
-        body = torch.compile(module, backend="full_prefill", options=options)
-    else:
-        fgc.compile(module, **options)
+    plain = either_way(T2(), way, buckets=(8,), attention="watched")
+    body, eager = plain.body, plain.eager
     with known_as("watched", Nothing):
         for lengths in ([5], [7], [3, 4], [5]):
             ids = tokens(sum(lengths))

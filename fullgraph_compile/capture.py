@@ -1,0 +1,257 @@
+"""One set of captured graphs: its static buffers, and a graph for each token bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fullgraph_compile.batch import PrefillBatch, StaticBatch
+from fullgraph_compile.dispatch import Limits
+from fullgraph_compile.graphs import GraphRecorder, RecordedGraph
+from fullgraph_compile.ladder import capture_lengths, slots_of
+from fullgraph_compile.program import Program
+from fullgraph_compile.progress import steps
+from fullgraph_compile.staging import Poison, StaticBuffers
+
+if TYPE_CHECKING:
+    from fullgraph_compile.cache import PagedKVCache
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What each placeholder of the body is, by index.
+
+    Attributes:
+        sizes: the token count itself.
+        tokens: index -> token dim, for tensors that are padded to the bucket.
+        weights: parameters and buffers; a graph keeps their addresses.
+        values: other tensors, copied into static buffers at each call.
+        forms: dtype and shape of each weight as it was traced.
+    """
+
+    sizes: tuple[int, ...]
+    tokens: dict[int, int]
+    weights: tuple[int, ...]
+    values: tuple[int, ...]
+    forms: dict[int, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+
+
+Outputs = Sequence[tuple[Tensor, int | None]]
+"""Fake outputs of the body, each with its token dim, or None where the whole leaf is returned."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The first rows of a bucket's inputs and outputs, made once for each token count: a view costs as much as a
+    small copy."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass
+class Bucket:
+    """One captured size: its static inputs, metadata, outputs, and its graph."""
+
+    tokens: int
+    static: StaticBatch
+    inputs: dict[int, Tensor]
+    outputs: list[Tensor]
+    graph: RecordedGraph | None = None
+    rows: dict[int, _Rows] = field(default_factory=dict)
+
+
+class CaptureSet:
+    """Graphs for all buckets over one KV cache, or over none.
+
+    The buckets share one storage for each input and each output.  A bucket's view starts where the storage starts and
+    is contiguous, whatever the token dim, so its strides are those of a call of that size.
+
+    Args:
+        program: the compiled body.
+        inputs: what its placeholders are.
+        outputs: its outputs.
+        limits: the ladder, which holds legal buckets only, and the bounds that the graphs keep.
+        cache: the KV cache whose addresses the graphs keep, or None.
+        args: values of the placeholders; only weights, and the shapes of other tensors, are used.
+    """
+
+    WARM_UPS = 2
+
+    def __init__(
+        self,
+        program: Program,
+        inputs: Inputs,
+        outputs: Outputs,
+        limits: Limits,
+        device: torch.device,
+        cache: PagedKVCache | None,
+        args: Sequence[Any],
+    ) -> None:
+        self.program = program
+        self.inputs = inputs
+        self.outputs = outputs
+        self.limits = limits
+        self.device = device
+        self.cache_key = cache_key(cache)
+        self.cache = cache
+        self.buffers = StaticBuffers(device)
+        self.buckets: dict[int, Bucket] = {}
+        self._pointers = self._weight_pointers(args)
+        self._allocate(args)
+
+    # -- capturing -----------------------------------------------------------------------------------------------
+
+    def capture(self, recorder: GraphRecorder, args: Sequence[Any], *, show_progress: bool) -> dict[int, Exception]:
+        """Warm up every bucket, then capture every bucket, largest first; what failed, by bucket.
+
+        Nothing grows, rebinds or is made lazily after that.
+        """
+        failed: dict[int, Exception] = {}
+        largest_first = sorted(self.buckets.values(), key=lambda b: -b.tokens)
+        for phase, make in (("warming up", self._warm_up), ("capturing", self._record)):
+            for bucket in steps(largest_first, phase, show=show_progress):
+                if bucket.tokens in failed:
+                    continue
+                try:
+                    make(bucket, args, recorder)
+                except Exception as error:
+                    failed[bucket.tokens] = error
+        return failed
+
+    def _warm_up(self, bucket: Bucket, args: Sequence[Any], recorder: GraphRecorder) -> None:
+        run = self._run_of(bucket, args)
+        for _ in range(self.WARM_UPS):
+            run()
+
+    def _record(self, bucket: Bucket, args: Sequence[Any], recorder: GraphRecorder) -> None:
+        bucket.graph = recorder.record(self._run_of(bucket, args))
+
+    def _run_of(self, bucket: Bucket, args: Sequence[Any]) -> Callable[[], None]:
+        """One run of the body on a legal batch that fills the bucket."""
+        lengths = capture_lengths(bucket.tokens, self.limits.context_length, self.limits.slots)
+        assert lengths is not None, "the ladder holds legal buckets only"
+        # With a cache the rows go to the reserved page, which belongs to no request.
+        batch = PrefillBatch.for_capture(lengths, self.cache, self.device)
+        values: list[Any] = list(args)
+        for i in self.inputs.sizes:
+            values[i] = bucket.tokens
+        for i, tensor in (*bucket.inputs.items(), *self._values.items()):
+            values[i] = tensor
+        self.program.attention.plan(batch, self.buffers.stage(batch, bucket.tokens))
+
+        def run() -> None:
+            results = self.program.run(values, bucket.static)
+            for buffer, result in zip(bucket.outputs, results, strict=True):
+                buffer.copy_(result)
+
+        return run
+
+    def _allocate(self, args: Sequence[Any]) -> None:
+        ladder, slots = self.limits.ladder, self.limits.slots
+        examples = {i: (args[i], dim) for i, dim in self.inputs.tokens.items()}
+        inputs = {i: self._storage(t, dim, ladder[-1]) for i, (t, dim) in examples.items()}
+        outputs = [self._storage(fake, dim, ladder[-1]) for fake, dim in self.outputs]
+        # Rows of each input that a call has written since they were last zeroed.
+        self._dirty = dict.fromkeys(inputs, 0)
+        self._values = {
+            i: torch.empty(args[i].shape, dtype=args[i].dtype, device=self.device).copy_(args[i])
+            for i in self.inputs.values
+        }
+        self.storages = frozenset(s.untyped_storage().data_ptr() for s in outputs)
+        for tokens in ladder:
+            static = self.buffers.add(tokens, slots_of(tokens, slots), self.limits.context_length, self.cache)
+            self.buckets[tokens] = Bucket(
+                tokens,
+                static,
+                {i: _view(inputs[i], t, dim, tokens) for i, (t, dim) in examples.items()},
+                [_view(s, fake, dim, tokens) for s, (fake, dim) in zip(outputs, self.outputs, strict=True)],
+            )
+
+    def _storage(self, like: Tensor, dim: int | None, tokens: int) -> Tensor:
+        size = 1
+        for d, s in enumerate(like.shape):
+            size *= tokens if d == dim else int(s)
+        return torch.zeros(size, dtype=like.dtype, device=self.device)
+
+    # -- replaying -----------------------------------------------------------------------------------------------
+
+    def replay(self, tokens: int, args: Sequence[Any], batch: PrefillBatch, poison: Poison | None) -> list[Tensor]:
+        """Stage a batch and launch its bucket's graph.
+
+        Returns:
+            The body's outputs, cut to real rows: views of buffers that the next call overwrites.
+        """
+        bucket = self.buckets[tokens]
+        assert bucket.graph is not None
+        rows = bucket.rows.get(batch.tokens)
+        if rows is None:
+            rows = bucket.rows[batch.tokens] = self._first_rows(bucket, batch.tokens)
+        static = self.buffers.stage(batch, tokens, poison)
+        if poison is not None:
+            self._poison(bucket, poison)
+        to = [*rows.inputs, *self._values.values()]
+        torch._foreach_copy_(to, [args[i] for i in (*self.inputs.tokens, *self._values)], non_blocking=True)
+        for i, dim in self.inputs.tokens.items():
+            self._zero_padded_rows(i, bucket, dim, batch.tokens)
+        self.program.attention.plan(batch, static)
+        bucket.graph.replay()
+        return list(rows.outputs)
+
+    def _first_rows(self, bucket: Bucket, tokens: int) -> _Rows:
+        return _Rows(
+            [bucket.inputs[i].narrow(dim, 0, tokens) for i, dim in self.inputs.tokens.items()],
+            [
+                buffer if dim is None else buffer.narrow(dim, 0, tokens)
+                for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True)
+            ],
+        )
+
+    def _zero_padded_rows(self, i: int, bucket: Bucket, dim: int, tokens: int) -> None:
+        """Rows past the real total are zeros; those that no earlier call has written still are."""
+        buffer = bucket.inputs[i]
+        # The buckets share a storage, where a row of one is the same row of another unless a dim comes before it.
+        written = self._dirty[i] if buffer.shape[:dim].numel() == 1 else bucket.tokens
+        last = min(written, bucket.tokens)
+        if tokens < last:
+            buffer.narrow(dim, tokens, last - tokens).zero_()
+        self._dirty[i] = written if written > bucket.tokens else tokens
+
+    def _poison(self, bucket: Bucket, poison: Poison) -> None:
+        self._dirty = dict.fromkeys(self._dirty, self.limits.ladder[-1])
+        for tensor in (*bucket.inputs.values(), *bucket.outputs):
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan") if poison is Poison.IMPOSSIBLE else 1.0)
+            else:
+                tensor.fill_(torch.iinfo(tensor.dtype).max if poison is Poison.IMPOSSIBLE else 1)
+
+    def weights_moved(self, args: Sequence[Any]) -> bool:
+        """Whether a weight has other memory than the graphs read."""
+        return self._weight_pointers(args) != self._pointers
+
+    def _weight_pointers(self, args: Sequence[Any]) -> list[int]:
+        return list(map(Tensor.data_ptr, map(args.__getitem__, self.inputs.weights)))
+
+    def close(self) -> None:
+        """Free the graphs."""
+        for bucket in self.buckets.values():
+            if bucket.graph is not None:
+                bucket.graph.close()
+        self.buckets.clear()
+
+
+def cache_key(cache: PagedKVCache | None) -> tuple[int, ...]:
+    """What tells the KV caches of two calls apart: the addresses that graphs keep."""
+    return () if cache is None else cache.addresses()
+
+
+def _view(storage: Tensor, like: Tensor, dim: int | None, tokens: int) -> Tensor:
+    shape = [tokens if d == dim else int(s) for d, s in enumerate(like.shape)]
+    size = 1
+    for s in shape:
+        size *= s
+    return storage[:size].view(shape)
