@@ -86,7 +86,7 @@ class CompiledBody:
                     return variant.traced(self.module(), self._marked(call, unbacked=variant.unbacked))
             if not self._accepts(variant, call) or not variant.take_new_weights():
                 continue
-            if i and not self._holds(variant):
+            if i and (variant.replaced() or not self._holds(variant)):
                 continue
             try:
                 with torch.no_grad():
@@ -94,12 +94,14 @@ class CompiledBody:
             except WeightsChanged:
                 continue
             # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
-            if i == 0 and (variant.weights_replaced() or not self._holds(variant)):
+            if i == 0 and (variant.replaced() or not self._holds(variant)):
+                # Its graphs are freed: states of the module that come and go must not each keep a set.
+                variant.graph.release()
                 self.report.fell_back(Reason.CHANGED, strict=self.options.strict)
                 continue
             variants.insert(0, variants.pop(i))
             return result
-        if not tokens:
+        if not tokens and not self.integration.op_attention:
             raise NotServed(Reason.EMPTY)
         if len(variants) >= self.MOST_VARIANTS:
             variants[:] = [v for v in variants if v.direct and self._holds(v)]

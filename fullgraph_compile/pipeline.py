@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fullgraph_compile.attention import UnsupportedAttention, create_attention
+from fullgraph_compile.attention import AttentionBackend, UnsupportedAttention, create_attention
 from fullgraph_compile.attention.reference import ReferenceAttention
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.capture import Inputs
@@ -22,6 +22,7 @@ from fullgraph_compile.compilers import TraceAgain, compile_piece
 from fullgraph_compile.dispatch import Decision, Limits, Reason, decide
 from fullgraph_compile.graphs import create_recorder
 from fullgraph_compile.ladder import legal_buckets
+from fullgraph_compile.ops import AttentionSite
 from fullgraph_compile.ops import attention as attention_op
 from fullgraph_compile.options import BadOption, Options
 from fullgraph_compile.passes.check_row_independence import Proof, check_row_independence
@@ -32,6 +33,7 @@ from fullgraph_compile.passes.common import (
     find_token,
     free_symbols,
     is_weight,
+    op_name,
     output_node,
     placeholders,
     refusal,
@@ -91,12 +93,7 @@ def _build_symbolic(
     if not marked.sites:
         raise Refused(Reason.NO_SITES)
     report.sites = marked.sites
-    try:
-        attention = create_attention(options.attention, marked.sites, device)
-    except UnsupportedAttention as error:
-        if options.attention != "auto":
-            raise BadOption(str(error)) from None
-        raise Refused(Reason.ATTENTION, str(error)) from None
+    attention = _attention_for(marked.sites, options, device)
 
     proof = check_row_independence(marked.gm, token)
     split, blocked, detail = _split(marked.gm, proof)
@@ -153,6 +150,21 @@ def _build_symbolic(
         serves=serves,
         strict=options.strict,
     )
+
+
+def _attention_for(sites: Sequence[AttentionSite], options: Options, device: torch.device) -> AttentionBackend:
+    """The attention backend for the sites.
+
+    Raises:
+        BadOption: the one that was named cannot serve them.
+        Refused: none can that "auto" may take.
+    """
+    try:
+        return create_attention(options.attention, sites, device)
+    except UnsupportedAttention as error:
+        if options.attention != "auto":
+            raise BadOption(str(error)) from None
+        raise Refused(Reason.ATTENTION, str(error)) from None
 
 
 def _split(gm: GraphModule, proof: Proof) -> tuple[Split, Reason | None, str]:
@@ -326,6 +338,9 @@ def _build_static(gm: GraphModule, weights: frozenset[str], options: Options, re
     device = _device_of(gm, weights)
     context = torch._guards.TracingContext.try_get()
 
+    if options.attention != "auto":
+        # A name that cannot be had here is an error at the first call, not at the first that is captured.
+        _attention_for(mark_attention(gm, sympy.Integer(tokens)).sites, options, device)
     report.ready = True  # there is nothing to capture unless this size comes back
 
     def make_runner() -> BodyRunner:
@@ -379,10 +394,14 @@ def _static_runner(
     gm: GraphModule, tokens: int, weights: frozenset[str], device: torch.device, options: Options, report: Report
 ) -> BodyRunner:
     """One bucket of exactly the traced size: no padding, so nothing to prove, and the model's own attention."""
-    gm = fold_scalars(copy_graph(gm))
+    gm = copy_graph(gm)
     _move_scalars(gm, weights, device)
     split = whole_body(gm)
     blocked: Reason | None = None
+    if numbers := [n for n in gm.graph.nodes if op_name(n) == "item"]:
+        # Dynamo is not there to guard on a number that is made constant now.
+        blocked, options = Reason.SCALAR_INPUT, dataclasses.replace(options, compiler="eager")
+        report.details[blocked] = _some([refusal(n, "reads an input on the host") for n in numbers])
     if written := written_inputs(split.body):
         blocked = Reason.UNPROVEN
         report.details[blocked] = _some(

@@ -39,6 +39,7 @@ class Variant:
         sizes: placeholders that are the token count.
         names: placeholder -> name of the call argument.
         owners: placeholder -> where the weight hangs.
+        parts: where each submodule hangs.
         numbers: for the numbers of a call, whether the trace is for them.
         template: for each leaf of the result, the index of an output, the name of an input, or the constant itself.
     """
@@ -57,6 +58,7 @@ class Variant:
     template: list[tuple[str, Any]] = field(default_factory=list)
     spec: Any = None
     numbers: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    parts: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
 
     # -- learning ------------------------------------------------------------------------------------------------
 
@@ -68,6 +70,9 @@ class Variant:
         module = self.module()
         if not isinstance(self.graph, CapturedGraph) or self._guards() is None or module is None:
             return
+        self.parts = [
+            (part._modules, name, child) for part in module.modules() for name, child in part.named_children()
+        ]
         self.numbers[tuple(v for v in self.sample.values() if is_number(v))] = True
         names = {id(v): k for k, v in self.sample.items() if isinstance(v, Tensor)}
         owners = {id(t): owner for owner, t in _weights(module)}
@@ -139,10 +144,13 @@ class Variant:
                 self.args[i] = new
         return True
 
-    def weights_replaced(self) -> bool:
-        """Whether the module has other tensors than this trace holds."""
+    def replaced(self) -> bool:
+        """Whether the module has other tensors, or other submodules, than this trace."""
         now = map(dict.get, *zip(*self.owners.values(), strict=True)) if self.owners else ()
-        return not all(map(operator.is_, now, map(self.args.__getitem__, self.owners)))
+        if not all(map(operator.is_, now, map(self.args.__getitem__, self.owners))):
+            return True
+        slots, names, children = zip(*self.parts, strict=True) if self.parts else ((), (), ())
+        return not all(map(operator.is_, map(dict.get, slots, names), children))
 
     def accepts(self, call: dict[str, Any]) -> bool:
         """Whether the trace is for the numbers that the call gives: the same as in the traced call, or unused."""

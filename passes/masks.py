@@ -61,6 +61,9 @@ def recognise_mask(mask: Node, part: Part, token: Any) -> MaskKind:
     value = value_of(mask)
     if not isinstance(value, Tensor) or value.dim() < 2 or not (value.dtype == torch.bool or value.is_floating_point()):
         raise NotUnderstood("it is not a bool or float tensor of two dims or more")
+    for node in part.inputs:
+        if len(token_dims(value_of(node), token)) > 1:
+            raise NotUnderstood(f"it is built from {node.name}, an input that is itself as large as a mask")
     if any(expression(s) not in (1, token) for s in value.shape[-2:]):
         raise NotUnderstood(f"its last two sizes {tuple(value.shape[-2:])} are not the token count")
     with on_cpu():

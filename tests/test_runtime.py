@@ -1151,7 +1151,8 @@ def test_two_bodies_on_one_model(way: str) -> None:
         for n in (5, 6, 7, 12, 3):
             args = tokens(n, seed=n)[None], torch.arange(n)[None]
             equal(pair(*args), eager(*args))
-    assert sum(fgc.report(pair).replays.values()) >= 8
+    # Of ten calls: one for each body as traced, and one that finds the other body's weights and captures for them.
+    assert sum(fgc.report(pair).replays.values()) >= 7
 
 
 def test_a_compiled_body_inside_of_a_compiled_model() -> None:

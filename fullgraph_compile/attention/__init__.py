@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fullgraph_compile.attention.base import AttentionBackend, Sentinel
 from fullgraph_compile.attention.reference import ReferenceAttention, attend
+from fullgraph_compile.attention.triton import TritonAttention
 from fullgraph_compile.attention.varlen import VarlenAttention
 from fullgraph_compile.batch import StaticBatch, active_batch
 from fullgraph_compile.ops import AttentionSite, set_direct_attention
@@ -27,7 +28,7 @@ AUTO = "auto"
 
 # What "auto" tries on a device, fastest first.  The reference is no choice on CUDA: it would be right, but slower than
 # the model that the user had.
-PREFERENCE: Mapping[str, tuple[str, ...]] = {"cuda": (VarlenAttention.name,)}
+PREFERENCE: Mapping[str, tuple[str, ...]] = {"cuda": (TritonAttention.name, VarlenAttention.name)}
 _ANY_DEVICE = (ReferenceAttention.name,)
 
 _backends: dict[str, type[AttentionBackend]] = {}
@@ -151,5 +152,6 @@ def _static_of(q_lens: list[int], k_lens: list[int], device: torch.device) -> St
 
 
 register(ReferenceAttention.name, ReferenceAttention)
+register(TritonAttention.name, TritonAttention)
 register(VarlenAttention.name, VarlenAttention)
 set_direct_attention(direct_attention)

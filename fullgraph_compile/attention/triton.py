@@ -23,6 +23,9 @@ _TYPICAL_PREFIX = 4096
 _MIN_CHUNK = 256
 _MAX_CHUNKS = 16
 
+# Up to so many rows a launch is all latency, and small tiles have less of it.
+_FEW_ROWS = 256
+
 
 @dataclass(frozen=True)
 class KernelConfig:
@@ -55,24 +58,22 @@ def choose_config(site: AttentionSite, tokens: int, max_k: int, processors: int,
     rows = tokens * (site.heads // site.kv_heads)
     padded = max(padded_size(site.head_size), padded_size(site.value_head_size))
     wide = site.dtype is torch.float32
-    large = not wide and padded <= 128 and -(-rows // 128) * site.kv_heads >= processors // 2
-    block_m, warps = (128, 8) if large else (64, 4)
-    block_n = 32 if wide or padded > 128 else 64
+    block_m, block_n, stages = (64, 32, 3) if wide or padded > 128 else (64, 64, 3)
     tiles = -(-rows // block_m) * site.kv_heads
     chunk, chunks = 0, 1
     if tiles < processors:
-        wanted = _power(_TYPICAL_PREFIX * tiles // processors)
-        chunk = max(_MIN_CHUNK, wanted)
+        chunk = max(_MIN_CHUNK, _power(_TYPICAL_PREFIX * tiles // processors))
         chunks = max(2, min(_MAX_CHUNKS, _power(4 * processors // tiles)))
         if max_k <= chunk:
             chunk, chunks = 0, 1
-    if wide:
-        block_m = 32 if padded > 128 else 64
-    stages = 3
-    itemsize = site.dtype.itemsize
-    while stages > 1 and itemsize * padded * (block_m + 2 * block_n * stages) * (2 if wide else 1) > shared_memory:
+    if not chunk and rows <= _FEW_ROWS:
+        block_m, block_n, stages = 16, 32, 2
+    if wide and padded > 128:
+        block_m = min(block_m, 32)
+    row = padded * site.dtype.itemsize * (2 if wide else 1)  # a wide number is taken as the sum of two
+    while stages > 1 and row * (block_m + 2 * block_n * stages) > shared_memory:
         stages -= 1
-    return KernelConfig(block_m, block_n, warps, stages, chunk, chunks)
+    return KernelConfig(block_m, block_n, 4, stages, chunk, chunks)
 
 
 def padded_size(size: int) -> int:
@@ -93,7 +94,7 @@ class TritonAttention(AttentionBackend):
 
     Where a bucket has too few tiles to fill the device, long key ranges are split over programs; their parts meet in
     buffers that the backend makes on the first run of a size, before any capture, and keeps: at most
-    ``chunks * tokens * heads * (value_head_size + 2)`` floats, some 20 MB on an H200 whatever the bucket.  All sites
+    ``chunks * tokens * heads * (value_head_size + 2)`` floats, some 20 MB for head size 128 on an H200.  All sites
     and all buckets of a body share them, so a body's calls must run in stream order, which they do.
     """
 
@@ -173,13 +174,13 @@ class TritonAttention(AttentionBackend):
         kernel[(programs,)](
             q, k, v, sinks, slopes, out, parts, stats, arrived,
             static.cu_q, static.cu_k, static.q_lens, static.k_lens, table, table.stride(0) if table is not None else 0,
-            tokens, static.slots, tokens * heads, site.scale, site.softcap,
+            tokens, static.slots, tokens * heads, config.chunk, config.chunks, site.scale, site.softcap,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
             LEFT=max(-1, site.left), RIGHT=max(-1, site.right), SOFTCAP=bool(site.softcap), PAGE_SIZE=page_size,
             KV_HEADS=site.kv_heads, GROUP=group, SIZE=site.head_size, PADDED=padded_size(site.head_size),
-            V_SIZE=site.value_head_size, V_PADDED=padded_size(site.value_head_size), SLOTS=_power(static.slots),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=config.chunk > 0, CHUNK=config.chunk,
-            CHUNKS=config.chunks, PRECISION="tf32x3" if site.dtype is torch.float32 else "ieee",
+            V_SIZE=site.value_head_size, V_PADDED=padded_size(site.value_head_size),
+            SLOTS=max(16, _power(static.slots)), BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=config.chunk > 0,
+            PRECISION="tf32x3" if site.dtype is torch.float32 else "ieee",
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 

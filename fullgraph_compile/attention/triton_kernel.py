@@ -179,13 +179,15 @@ def _work(
         acc = tl.zeros([BLOCK_M, V_PADDED], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        # Keys that some row does not see are taken in smaller blocks: a short request has no others.
+        EDGE: tl.constexpr = BLOCK_N if BLOCK_N < 32 else 32
         inner = low
         if LEFT >= 0:
-            inner = tl.minimum(low + tl.cdiv(tl.maximum(all_low - low, 0), BLOCK_N) * BLOCK_N, tl.maximum(high, low))
+            inner = tl.minimum(low + tl.cdiv(tl.maximum(all_low - low, 0), EDGE) * EDGE, tl.maximum(high, low))
             acc, top, total = _attend(
                 acc, top, total, queries, k, v, table, low, inner, first, end, own, slope, scale, softcap,
                 k_page, k_row, v_page, v_row, True, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
-                BLOCK_N, PRECISION,
+                EDGE, PRECISION,
             )  # fmt: skip
         edge = inner + tl.maximum(tl.minimum(all_high, high) - inner, 0) // BLOCK_N * BLOCK_N
         acc, top, total = _attend(
@@ -196,7 +198,7 @@ def _work(
         acc, top, total = _attend(
             acc, top, total, queries, k, v, table, edge, high, first, end, own, slope, scale, softcap,
             k_page, k_row, v_page, v_row, True, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
-            BLOCK_N, PRECISION,
+            EDGE, PRECISION,
         )  # fmt: skip
 
         out_row = row * (KV_HEADS * GROUP) + query_head
@@ -236,18 +238,18 @@ def _work(
                 _finish(out, sinks, acc, top, total, out_row, query_head, valid, V_SIZE, V_PADDED)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "part_rows"])
+@triton.jit(do_not_specialize=["tokens", "slots", "part_rows", "min_chunk", "most_chunks"])
 def attention_kernel(
     q, k, v, sinks, slopes, out, parts, stats, arrived, cu_q, cu_k, q_lens, k_lens, page_table,
-    table_row, tokens, slots, part_rows, scale, softcap,
+    table_row, tokens, slots, part_rows, min_chunk, most_chunks, scale, softcap,
     q_token, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     V_SIZE: tl.constexpr, V_PADDED: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one site.  ``PAGE_SIZE`` 0: keys are packed rows; ``SPLIT``: at most ``CHUNKS`` chunks of a tile."""
+    """Attention of one site.  ``PAGE_SIZE`` 0: keys are packed rows; ``SPLIT``: keys are cut in chunks."""
     ROW: tl.constexpr = KV_HEADS * GROUP * V_SIZE
     slot = tl.arange(0, SLOTS)
     lens = tl.load(q_lens + slot, mask=slot < slots, other=0)
@@ -257,7 +259,7 @@ def attention_kernel(
         span = tl.load(k_lens + slot, mask=slot < slots, other=0)
         if LEFT >= 0 and RIGHT >= 0:  # a tile sees no more keys than this
             span = tl.minimum(span, LEFT + RIGHT + BLOCK_M // GROUP + 3)
-        chunk = tl.maximum(tl.cdiv(tl.cdiv(span, CHUNKS), BLOCK_N) * BLOCK_N, CHUNK)
+        chunk = tl.maximum(tl.cdiv(tl.cdiv(span, most_chunks), BLOCK_N) * BLOCK_N, min_chunk)
         chunks = tl.maximum(tl.cdiv(span, chunk), 1)
         units = units * chunks
     ends = tl.cumsum(units, 0)

@@ -139,6 +139,15 @@ def test_custom_ops_are_recorded_below_so_their_ops_are_nodes() -> None:
     assert Recorded(lambda x: doubled(x)).tape.nodes == 4  # mul, cos, add, and the copy into the static output
 
 
+def test_views_are_no_nodes() -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x.view(2, 16).t().unsqueeze(0).expand(3, 16, 2)[0]
+        h.t_()
+        return h.reshape(8, 4)
+
+    assert Recorded(function).tape.nodes == 1  # the copy into the static output
+
+
 def test_random_ops_draw_from_the_live_generator() -> None:
     generator = torch.Generator().manual_seed(1)
     recorded = Recorded(lambda x: x + torch.rand(8, 4) + torch.rand(8, 4, generator=generator))

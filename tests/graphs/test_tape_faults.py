@@ -137,6 +137,19 @@ def test_skipped_zeroing_of_padded_rows_shows() -> None:
     assert not Recorded(written)(x).isnan().any()
 
 
+def test_memory_read_before_it_is_written_shows_in_every_replay() -> None:
+    def late(x: Tensor) -> Tensor:
+        h = torch.empty_like(x)
+        h[:5].copy_(x[:5])
+        out = h.clone()
+        h[5:].fill_(1)  # too late for this replay; the next one must not live on it
+        return out
+
+    recorded = Recorded(late)
+    for _ in range(3):
+        assert recorded(torch.randn(8, 4))[5:].isnan().all()
+
+
 class Held:
     """A run that lets its result out without copying it into a static buffer."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,16 @@ def test_an_inductor_piece_that_is_not_marked_fails_the_self_check(inductor: Cal
         Recorded(inductor)
     with pytest.raises(CaptureError, match="opaque"):
         Recorded(lambda x: inductor(x * 2) + 1)
+
+
+def test_a_kernel_that_nobody_sees_writing_recorded_memory_fails_the_self_check() -> None:
+    def hidden(x: Tensor) -> Tensor:
+        h = torch.empty_like(x)
+        ctypes.memmove(h.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
+        return h + 1
+
+    with pytest.raises(CaptureError, match="not recorded"):
+        Recorded(hidden)
 
 
 def test_a_piece_behind_dynamo_is_run_compiled_both_when_recorded_and_when_replayed() -> None:

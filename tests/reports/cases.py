@@ -95,11 +95,10 @@ def known_as(name: str, backend: type[AttentionBackend]) -> Iterator[None]:
 
 @dataclass
 class Pair:
-    """A compiled body, the module as it was, and what ``attention="watched"`` means to it."""
+    """A compiled body, and the module as it was."""
 
     body: Any
     eager: nn.Module
-    backend: type[AttentionBackend] = Watched
 
     @property
     def module(self) -> nn.Module:
@@ -137,26 +136,31 @@ class Pair:
         """
         ids = tokens(sum(lengths), seed=seed)
         before = self.report.replays
-        with known_as("watched", self.backend):
-            got = packed(self.body, ids, lengths, **more)
+        got = packed(self.body, ids, lengths, **more)
         equal(got, per_request(self.eager, ids, lengths, **more))
         assert self.report.replays - before == ({} if bucket is None else {bucket: 1})
         return got
 
 
-def pair(
-    module: nn.Module, *, backend: type[AttentionBackend] = Watched, first: Sequence[int] = (5,), **options: Any
-) -> Pair:
+def pair(module: nn.Module, *, first: Sequence[int] = (5,), **options: Any) -> Pair:
     """Compile ``module`` by ``fgc.compile``; its first call is made with ``first``, compared and uncounted."""
     eager = copy.deepcopy(module.eval())
-    fgc.compile(module, attention="watched", **{**TAPE, **options})
-    made = Pair(module, eager, backend)
+    fgc.compile(module, **{"attention": "watched", **TAPE, **options})
+    made = Pair(module, eager)
     ids = tokens(sum(first))
-    with known_as("watched", backend):
-        equal(packed(module, ids, first, **_flags(module)), per_request(eager, ids, first))
-    report = module.forward.report
+    equal(packed(module, ids, first), per_request(eager, ids, first))
+    (report,) = {id(c.report): c.report for c in compiled_for(module)}.values()
     report.replays, report.padding, report.fallbacks = Counter(), Counter(), Counter()
     return made
+
+
+def either_way(module: nn.Module, way: str, **options: Any) -> Pair:
+    """The module compiled by ``fgc.compile``, or by plain ``torch.compile``; not called yet."""
+    module.eval()
+    eager = copy.deepcopy(module)
+    if way == "fgc.compile":
+        return Pair(fgc.compile(module, **options, **TAPE), eager)
+    return Pair(torch.compile(module, backend="full_prefill", options={**options, **TAPE}), eager)
 
 
 def packed(body: Any, ids: Tensor, lengths: Sequence[int], **more: Any) -> Tensor:

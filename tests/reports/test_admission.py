@@ -10,7 +10,7 @@ import logging
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import FallbackError, Options, Reason
@@ -20,9 +20,8 @@ from tests.reports.cases import (
     TAPE,
     Pair,
     Recurrent,
-    Watched,
+    either_way,
     equal,
-    known_as,
     one_call,
     only,
     packed,
@@ -218,6 +217,42 @@ def test_b58_a_fresh_prompt_of_one_token_starts_without_state() -> None:
     assert not fgc.report(module).replays
 
 
+class EveryOther(T2):
+    """A mask that attention cannot be told of: each row sees every second row before it."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        rows = torch.arange(x.shape[1], device=x.device)
+        back = rows[:, None] - rows
+        for layer in self.layers:
+            q, k, v = layer.qkv(layer.norm1(x)).unflatten(-1, (3, layer.heads, -1)).transpose(1, 3).unbind(2)
+            a = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=(back >= 0) & (back % 2 == 0))
+            x = x + layer.out(a.transpose(1, 2).flatten(2))
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("way", ["fgc.compile", "torch.compile"])
+def test_b37_a_graph_that_is_not_captured_takes_no_batch_for_one_request(way: str) -> None:
+    """The model's own attention runs there, for which all tokens are one request."""
+    plain = either_way(EveryOther(), way, buckets=(8,))
+    for lengths in ([5], [7], [3, 4], [5], [8, 9]):
+        ids = tokens(sum(lengths))
+        want = per_request(plain.eager, ids, lengths)
+        if len(lengths) == 1:
+            equal(packed(plain.body, ids, lengths), want)
+            continue
+        try:
+            got = packed(plain.body, ids, lengths)
+        except (ValueError, fgc.FallbackError) as refusal:
+            assert "2 requests" in str(refusal)
+        else:
+            equal(got, want)
+    with pytest.raises((ValueError, fgc.FallbackError), match="PrefillBatch"):
+        packed(plain.body, tokens(7), [4, 5])
+    assert not plain.report.replays
+    assert Reason.UNMARKED in plain.report.fallbacks
+
+
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +260,7 @@ def test_b63_each_fallback_is_counted_and_each_reason_is_said_once(caplog: pytes
     module = T2().eval()
     eager = copy.deepcopy(module)
     fgc.compile(module, buckets=[8, 16], request_slots=3, attention="watched", **TAPE)
-    with known_as("watched", Watched), caplog.at_level(logging.WARNING, "fullgraph_compile"):
+    with caplog.at_level(logging.WARNING, "fullgraph_compile"):
         for lengths in ([5], [17], [2] * 4, [0], [18], [1] * 5, [12], [0]):
             equal(packed(module, tokens(sum(lengths)), lengths), per_request(eager, tokens(sum(lengths)), lengths))
     report = fgc.report(module)
