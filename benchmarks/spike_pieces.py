@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
-import gc
 import platform
 import statistics
 import time
@@ -150,7 +149,6 @@ class Route:
     def compile(self, model: Qwen3Model, batch: Batch, case: Case) -> None:
         """Trace and compile with cold caches, then call once: Triton picks its configurations at this size."""
         torch._dynamo.reset()
-        gc.collect()
         inputs = batch.stage(case)
         for name in ("input_ids", "position_ids"):
             inputs[name] = inputs[name].clone()
@@ -162,7 +160,8 @@ class Route:
         start = time.perf_counter()
         with fresh_cache(delete=False):  # kernels are loaded from it later too
             self.run(**inputs)
-            torch.accelerator.synchronize() if torch.accelerator.is_available() else None
+            if case["ids"].is_cuda:
+                torch.cuda.synchronize()
         self.first_call = time.perf_counter() - start
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -221,7 +220,7 @@ class Recorded:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                run(), run()  # what is made at a first call must not be made under capture
+                run()  # what is made at a first call must not be made under capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -166,14 +167,24 @@ class CudaGraphRecorder(GraphRecorder):
             return error
 
     def _recover(self) -> None:
-        """One good capture: it ends the capturing state that a broken one leaves in the random generator."""
-        graph, word = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.device)
-        with suppress(RuntimeError):
-            torch.cuda.synchronize(self.device)
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            word.zero_()
-            graph.capture_end()
+        """One good capture: it ends the capturing state that a broken one leaves in the random generator.
+
+        What broke the capture may break this one too, as another thread that waits for the whole device does, so it is
+        tried a few times.
+        """
+        word = torch.zeros(1, device=self.device)
+        for _ in range(100):
+            graph = torch.cuda.CUDAGraph()
             self._graphs.append(graph)
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    word.zero_()
+                finally:
+                    graph.capture_end()
+                return
+            time.sleep(0.002)
 
     def _closed(self, graph: CudaGraph) -> None:
         self._open.discard(graph)

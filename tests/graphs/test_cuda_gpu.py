@@ -128,8 +128,8 @@ def test_another_threads_work_does_not_break_a_capture(recorder: GraphRecorder) 
     def work() -> None:
         try:
             while not stop.is_set():
+                # Not a wait for the whole device: CUDA forbids that while any stream captures.
                 torch.ones(1000, device="cuda").sum().item()
-                torch.cuda.synchronize()
         except RuntimeError as error:
             errors.append(error)
 
