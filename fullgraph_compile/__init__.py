@@ -7,6 +7,7 @@ body = fullgraph_compile.compile(model.model)
 from __future__ import annotations
 
 from fullgraph_compile.api import close, decision, explain, release, report, warmup
+from fullgraph_compile.attention.conformance import check_attention, register_attention
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.compiled_body import compile
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
@@ -21,10 +22,12 @@ __all__ = [
     "Reason",
     "Report",
     "Route",
+    "check_attention",
     "close",
     "compile",
     "decision",
     "explain",
+    "register_attention",
     "release",
     "report",
     "warmup",
