@@ -84,9 +84,9 @@ class CompiledBody:
             if not variant.direct:
                 with self._modes():
                     return variant.traced(self.module(), self._marked(call, unbacked=variant.unbacked))
-            if not self._accepts(variant, call) or not variant.take_new_weights():
+            if variant.needs_asking(call) and not self._accepts(variant, call):
                 continue
-            if i and (variant.replaced() or not self._holds(variant)):
+            if i and not (variant.take_new_weights() and self._holds(variant)):
                 continue
             try:
                 with torch.no_grad():
@@ -94,6 +94,9 @@ class CompiledBody:
             except WeightsChanged:
                 continue
             # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
+            if i == 0 and variant.replaced() and variant.take_new_weights() and self._holds(variant):
+                with torch.no_grad():
+                    return variant(call)
             if i == 0 and (variant.replaced() or not self._holds(variant)):
                 # Its graphs are freed: states of the module that come and go must not each keep a set.
                 variant.graph.release()

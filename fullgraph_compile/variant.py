@@ -128,10 +128,12 @@ class Variant:
     # -- holding -------------------------------------------------------------------------------------------------
 
     def take_new_weights(self) -> bool:
-        """Take the tensors that the module has now; False if one does not fit the trace.
+        """Take the tensors that the module has now; False if one, or a submodule, does not fit the trace.
 
         The graphs notice a new address themselves.
         """
+        if self._parts_replaced():
+            return False
         now = list(map(dict.get, *zip(*self.owners.values(), strict=True))) if self.owners else []
         held = [self.args[i] for i in self.owners]
         if all(map(operator.is_, now, held)):
@@ -149,8 +151,15 @@ class Variant:
         now = map(dict.get, *zip(*self.owners.values(), strict=True)) if self.owners else ()
         if not all(map(operator.is_, now, map(self.args.__getitem__, self.owners))):
             return True
+        return self._parts_replaced()
+
+    def _parts_replaced(self) -> bool:
         slots, names, children = zip(*self.parts, strict=True) if self.parts else ((), (), ())
         return not all(map(operator.is_, map(dict.get, slots, names), children))
+
+    def needs_asking(self, call: dict[str, Any]) -> bool:
+        """Whether the call gives a number other than the traced call's."""
+        return any(is_number(v) and call[k] != v for k, v in self.sample.items())
 
     def accepts(self, call: dict[str, Any]) -> bool:
         """Whether the trace is for the numbers that the call gives: the same as in the traced call, or unused."""

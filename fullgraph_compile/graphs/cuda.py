@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fullgraph_compile.graphs.base import CaptureError, GraphRecorder, RecordedGraph, collector_off
 
@@ -135,6 +135,7 @@ class CudaGraphRecorder(GraphRecorder):
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
         torch.cuda.synchronize(self.device)
+        random = torch.cuda.default_generators[self.device.index].get_state()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._graphs.append(graph)
         # Thread-local: what other threads do on the device must not break the capture.
@@ -145,15 +146,15 @@ class CudaGraphRecorder(GraphRecorder):
             # Its own error is the one to tell; a capture that it broke cannot be ended without another.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the graph may be empty
-                self._end(graph)
+                self._end(graph, random)
             raise
-        error = self._end(graph)
+        error = self._end(graph, random)
         if error is not None:
             raise CaptureError(f"a call in the run is not allowed under capture: {error}") from error
         graph.instantiate()
         return graph
 
-    def _end(self, graph: torch.cuda.CUDAGraph) -> RuntimeError | None:
+    def _end(self, graph: torch.cuda.CUDAGraph, random: Tensor) -> RuntimeError | None:
         """End a capture, also one that a forbidden call has broken; returns what was wrong with it."""
         try:
             graph.capture_end()
@@ -163,28 +164,15 @@ class CudaGraphRecorder(GraphRecorder):
             # torch 2.11 leaves the allocator in the pool when the capture was broken; later ones do not, and say so.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-            self._recover()
+            self._restore_random(random)
             return error
 
-    def _recover(self) -> None:
-        """One good capture: it ends the capturing state that a broken one leaves in the random generator.
-
-        What broke the capture may break this one too, as another thread that waits for the whole device does, so it is
-        tried a few times.
-        """
-        word = torch.zeros(1, device=self.device)
-        for _ in range(100):
-            graph = torch.cuda.CUDAGraph()
-            self._graphs.append(graph)
-            with suppress(RuntimeError):
-                torch.cuda.synchronize(self.device)
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    word.zero_()
-                finally:
-                    graph.capture_end()
-                return
-            time.sleep(0.002)
+    def _restore_random(self, before: Tensor) -> None:
+        """Give torch's random generator a new inside: a broken capture leaves the old one capturing, and every random
+        number after it is an error.  Graphs that were captured keep the old one."""
+        fresh = torch.Generator(self.device)
+        fresh.set_state(before)
+        torch.cuda.default_generators[self.device.index].graphsafe_set_state(fresh)
 
     def _closed(self, graph: CudaGraph) -> None:
         self._open.discard(graph)

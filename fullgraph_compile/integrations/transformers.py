@@ -101,14 +101,15 @@ class TransformersModule(PlainModule):
 
     @contextmanager
     def attention(self, name: str = ATTENTION) -> Iterator[None]:
-        before = [config._attn_implementation_internal for config in self._configs]
+        # Straight into the config's dict: its own attribute access costs more than the rest of a call's checks.
+        before = [config["_attn_implementation_internal"] for config in self._configs]
         try:
             for config in self._configs:
-                config._attn_implementation_internal = name
+                config["_attn_implementation_internal"] = name
             yield
         finally:
             for config, old in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = old
+                config["_attn_implementation_internal"] = old
 
     def canonical(self, call: dict[str, Any], batch: PrefillBatch | None) -> dict[str, Any]:
         call = {k: v for k, v in call.items() if v is not None}
@@ -129,8 +130,9 @@ class TransformersModule(PlainModule):
     def _uses_cache(self, call: dict[str, Any]) -> bool:
         if not self._takes_cache:
             return False
-        default = getattr(self.module.config, "use_cache", False)
-        return bool(call.get("use_cache", default))
+        if "use_cache" in call:
+            return bool(call["use_cache"])
+        return bool(getattr(self.module.config, "use_cache", False))
 
     @staticmethod
     def _positions(tokens: Tensor, batch: PrefillBatch | None) -> Tensor:
@@ -240,7 +242,7 @@ def _device_of(call: dict[str, Any]) -> torch.device:
     return next(v.device for v in call.values() if isinstance(v, Tensor))
 
 
-def _configs(module: nn.Module) -> list[Any]:
-    """The configs that a model's attention modules read: its own and those of its parts, each once."""
+def _configs(module: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of the configs that a model's attention modules read: its own and its parts', each once."""
     configs = {id(c): c for m in module.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")}
-    return list(configs.values())
+    return [vars(config) for config in configs.values()]
