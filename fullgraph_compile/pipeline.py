@@ -355,10 +355,20 @@ def _build_static(gm: GraphModule, weights: frozenset[str], options: Options, re
 
 
 def separates(gm: GraphModule) -> Callable[[], bool]:
-    """Whether the graph's own attention tells the requests of a packed call apart: by the op, or by its masks."""
+    """Whether the graph's own attention tells the requests of a packed call apart: by the op, or by its masks.
+
+    A mask that is an input of the graph is the caller's own, as where Dynamo has cut a model in front of its layers.
+    """
 
     @cache
     def ask() -> bool:
+        calls = [n for n in gm.graph.nodes if op_name(n) == "scaled_dot_product_attention"]
+        if not calls:
+            # The op, or no attention at all; a softmax may be attention that is written out.
+            return all(op_name(n) != "softmax" for n in gm.graph.nodes)
+        masks: list[Any] = [n.kwargs.get("attn_mask", n.args[3] if len(n.args) > 3 else None) for n in calls]
+        if all(isinstance(m, Node) and m.op == "placeholder" for m in masks):
+            return True
         weights = frozenset(n.name for n in placeholders(gm) if is_weight(n))
         token, why = find_token(gm, lambda n: n.name in weights)
         try:
@@ -367,7 +377,7 @@ def separates(gm: GraphModule) -> Callable[[], bool]:
             marked = None if token is None else mark_attention(gm, token)
         except Refused:
             return False
-        return marked is not None and not marked.refusals and (not marked.sites or marked.requests != "one")
+        return marked is not None and not marked.refusals and marked.requests != "one"
 
     return ask
 

@@ -27,4 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def clean_dynamo() -> None:
     torch._dynamo.reset()
+    # A traced graph that sets the grad mode leaves it as the trace had it, for all tests after it in this process.
+    torch.set_grad_enabled(True)
     torch.manual_seed(0)
