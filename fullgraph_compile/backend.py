@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fullgraph_compile.assembly import Refused
 from fullgraph_compile.captured import PlainGraph
 from fullgraph_compile.compilers import TraceAgain, compile_piece
 from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.fixed_size import separates
 from fullgraph_compile.options import BadOption, Options, disabled
 from fullgraph_compile.passes.common import copy_graph, is_weight, placeholders, source_line
-from fullgraph_compile.pipeline import Refused, build, separates
+from fullgraph_compile.pipeline import build
 from fullgraph_compile.registry import register
 from fullgraph_compile.report import Report, log
 

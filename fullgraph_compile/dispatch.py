@@ -38,8 +38,6 @@ class Reason(enum.Enum):
     SCALAR_INPUT = "a number or a CPU scalar is an input whose value the graph uses"
     MASK = "a mask was given that is neither packed away nor proven trivial"
     ARGUMENTS = "the call's arguments are not ones that a graph can serve"
-    AUTOCAST = "autocast differs from the traced call"
-    NOT_ADDRESSABLE = "the traced graph's inputs could not be told apart"
     DISABLED = "FULLGRAPH_COMPILE_DISABLE is set"
 
 
