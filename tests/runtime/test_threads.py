@@ -1,0 +1,63 @@
+"""One body called from several threads."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import fullgraph_compile as fgc
+from tests.runtime.bodies import both_ways, compiled, equal, ready, replays, run, small
+
+
+@pytest.mark.parametrize("first_call_in_a_thread", [False, True])
+@both_ways
+def test_b109_threads_never_mix_rows(way: str, first_call_in_a_thread: bool) -> None:
+    module = small()
+    eager = copy.deepcopy(module)
+    body = compiled(way, module) if first_call_in_a_thread else ready(way, module)
+    want = {n: run(eager, n, seed=n) for n in range(1, 17)}
+    failures: list[Any] = []
+    start = threading.Barrier(8)
+
+    def work(thread: int) -> None:
+        start.wait()
+        for i in range(10):
+            n = 2 + (5 * thread + 3 * i) % 15
+            try:
+                equal(run(body, n, seed=n), want[n])
+            except BaseException as error:
+                failures.append((thread, n, error))
+
+    threads = [threading.Thread(target=work, args=(t,)) for t in range(8)]
+    before = replays(body)
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures, failures[0]
+    assert replays(body) >= before + (60 if first_call_in_a_thread else 80)
+
+
+def test_a_batch_belongs_to_the_thread_that_entered_it() -> None:
+    module = small()
+    eager = copy.deepcopy(module)
+    body = ready("compile", module)
+    inside, done = threading.Event(), threading.Event()
+    got: list[Tensor] = []
+
+    def other() -> None:
+        inside.wait(30)
+        got.append(run(body, 7))
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with fgc.PrefillBatch([2, 3], device="cpu"):
+        inside.set()
+        assert done.wait(30)
+    thread.join()
+    equal(got[0], run(eager, 7))
