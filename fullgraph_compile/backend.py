@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fullgraph_compile.assembly import Refused
-from fullgraph_compile.captured import PlainGraph
+from fullgraph_compile.captured import CapturedGraph, PlainGraph
 from fullgraph_compile.compilers import TraceAgain, compile_piece
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.fixed_size import separates
@@ -89,6 +89,10 @@ def compile_graph(
     else:
         try:
             compiled = build(gm, example_inputs, options, report)
+            if isinstance(compiled, CapturedGraph):
+                compiled.as_traced = PlainGraph(
+                    gm.forward, report, Reason.WEIGHTS_MOVED, separates=separates(gm), strict=options.strict
+                )
         except (TraceAgain, BadOption):
             raise
         except Refused as refused:

@@ -14,7 +14,7 @@ from fullgraph_compile.batch import PrefillBatch, active_batch
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
 from fullgraph_compile.registry import register
 from fullgraph_compile.report import Report
-from fullgraph_compile.runner import BodyRunner
+from fullgraph_compile.runner import BodyRunner, WeightsChanged
 
 
 class PlainGraph:
@@ -79,6 +79,8 @@ class CapturedGraph:
         strict: bool = False,
     ) -> None:
         self.serves = serves
+        # What runs where the weights are not of the traced form any more; None raises WeightsChanged instead.
+        self.as_traced: PlainGraph | None = None
         self.runner = runner
         self.tail = tail.forward
         self.tail_inputs = tail_inputs
@@ -97,7 +99,12 @@ class CapturedGraph:
             if runner.limits.single_request and batch.requests > 1 and runner.limits.blocked is None:
                 rows = self._one_by_one(args, batch)
             else:
-                rows, decision = runner.run(args, batch)
+                try:
+                    rows, decision = runner.run(args, batch)
+                except WeightsChanged:
+                    if self.as_traced is None:
+                        raise
+                    return self.as_traced(*args)
                 self._count(decision, batch, args)
             results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
             return tuple(runner.owned(r) if isinstance(r, Tensor) else r for r in results)

@@ -253,6 +253,8 @@ class CompiledBody:
             except BadOption as error:
                 failed.append(error)
                 raise
+            if isinstance(graph, CapturedGraph):
+                graph.as_traced = None  # this body traces anew
 
             def run(*args: Any) -> Any:
                 results = graph(*args)

@@ -48,7 +48,9 @@ def op_name(node: Node) -> str:
     Placeholders, outputs and attributes are named by their kind.
     """
     if node.op == "call_method":
-        return str(node.target)
+        name = str(node.target)
+        # torch 2.11 traces ``a == b`` as the method ``__eq__``.
+        return name.strip("_") if name.startswith("__") and name.endswith("__") else name
     if node.op != "call_function":
         return node.op
     return target_name(node.target)
