@@ -96,7 +96,10 @@ class CapturedGraph:
         with runner.lock:
             if self.strict and (refusal := runner.decide(batch)).route is not Route.GRAPH:
                 self._count(refusal, batch, args)
-            if runner.limits.single_request and batch.requests > 1 and runner.limits.blocked is None:
+            # Also where no graph is used: run together, the requests would get each other's positions.  A body that is
+            # not proven has no rows to put together.
+            alone = runner.limits.single_request and runner.limits.blocked is not Reason.UNPROVEN
+            if alone and batch.requests > 1 and batch.tokens:
                 rows = self._one_by_one(args, batch)
             else:
                 try:

@@ -94,10 +94,11 @@ class CompiledBody:
             except WeightsChanged:
                 continue
             # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
-            if i == 0 and variant.replaced() and variant.take_new_weights() and self._holds(variant):
+            replaced = i == 0 and variant.replaced()
+            if replaced and variant.take_new_weights() and self._holds(variant):
                 with torch.no_grad():
                     return variant(call)
-            if i == 0 and (variant.replaced() or not self._holds(variant)):
+            if replaced or (i == 0 and not self._holds(variant)):
                 # Its graphs are freed: states of the module that come and go must not each keep a set.
                 variant.graph.release()
                 self.report.fell_back(Reason.CHANGED, strict=self.options.strict)

@@ -168,10 +168,6 @@ class BodyRunner:
     # -- capturing -----------------------------------------------------------------------------------------------
 
     @property
-    def ready(self) -> bool:
-        return bool(self._sets)
-
-    @property
     def buckets(self) -> dict[int, Bucket]:
         """The captured buckets of the set that was used last."""
         return self._sets[0].buckets if self._sets else {}
