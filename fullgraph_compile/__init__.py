@@ -9,6 +9,7 @@ from __future__ import annotations
 from fullgraph_compile.api import close, decision, explain, release, report, warmup
 from fullgraph_compile.attention.conformance import check_attention, register_attention
 from fullgraph_compile.batch import PrefillBatch
+from fullgraph_compile.cache import OutOfPages, PagedKVCache
 from fullgraph_compile.compiled_body import compile
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
 from fullgraph_compile.options import Options
@@ -18,6 +19,8 @@ __all__ = [
     "Decision",
     "FallbackError",
     "Options",
+    "OutOfPages",
+    "PagedKVCache",
     "PrefillBatch",
     "Reason",
     "Report",

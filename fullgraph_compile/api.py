@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from fullgraph_compile.batch import PrefillBatch, active_batch, no_active_batch
 from fullgraph_compile.captured import CapturedGraph, PlainGraph, StaticGraph, check_batch
-from fullgraph_compile.compiled_body import CompiledBody
+from fullgraph_compile.compiled_body import CompiledBody, compiled_body
 from fullgraph_compile.dispatch import Decision, Reason, Route
 from fullgraph_compile.integrations.plain import packed_dim
 from fullgraph_compile.integrations.transformers import is_transformers
@@ -42,7 +43,7 @@ def decision(body: Any, *args: Any, **kwargs: Any) -> Decision:
     """Route, bucket and reason of one call, without running it."""
     compiled = _compiled_body(body)
     if compiled is not None:
-        return compiled.explain(args, kwargs)
+        return compiled.explain(*_arguments_of_body(compiled, unwrap(body), args, kwargs))
     if disabled():
         return Decision(Route.EAGER, None, Reason.DISABLED)
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
@@ -65,6 +66,18 @@ def decision(body: Any, *args: Any, **kwargs: Any) -> Decision:
     return Decision(Route.COMPILED, None, Reason.STATIC_SHAPE)
 
 
+def _arguments_of_body(
+    compiled: CompiledBody, whole: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of the arguments of a model with a head those that its body gets."""
+    if whole is compiled.module():
+        return args, kwargs
+    names = list(inspect.signature(whole.forward).parameters)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    heads = set(names) - set(compiled.names)
+    return (), {k: v for k, v in given.items() if k not in heads and k != "return_dict"}
+
+
 def warmup(body: Any, *args: Any, **kwargs: Any) -> Report:
     """Trace, compile and capture now, not at the first request.
 
@@ -81,6 +94,7 @@ def warmup(body: Any, *args: Any, **kwargs: Any) -> Report:
     module = unwrap(body)
     assert module is not None
     call = body if callable(body) else module
+    compiled = _compiled_body(body)
     mode = torch.inference_mode() if torch.is_grad_enabled() else nullcontext()
     with mode, no_active_batch():
         if args or kwargs:
@@ -93,10 +107,17 @@ def warmup(body: Any, *args: Any, **kwargs: Any) -> Report:
             )
         device = next(module.parameters()).device
         # Outside of fgc.compile the first graph is for one size; the second size makes it symbolic.
-        for tokens in (5,) if _compiled_body(body) else (5, 7):
+        # A head is no part of what is captured.
+        traced: Any = compiled.module() if compiled is not None else module
+        names = inspect.signature(traced.forward).parameters
+        for tokens in (5,) if compiled else (5, 7):
             ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
-            positions = torch.arange(tokens, device=device)[None]
-            _uncounted(body, call, (), {"input_ids": ids, "position_ids": positions, "use_cache": False})
+            example: dict[str, Any] = {"input_ids": ids}
+            if "position_ids" in names and compiled is None:
+                example["position_ids"] = torch.arange(tokens, device=device)[None]
+            if "use_cache" in names:
+                example["use_cache"] = False
+            _uncounted(body, traced if compiled else call, (), example)
     return report(body)
 
 
@@ -126,6 +147,4 @@ def close(body: Any) -> None:
 
 
 def _compiled_body(body: Any) -> CompiledBody | None:
-    module = unwrap(body)
-    forward = module.__dict__.get("forward") if module is not None else None
-    return forward if isinstance(forward, CompiledBody) else None
+    return compiled_body(unwrap(body))

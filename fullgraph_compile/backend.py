@@ -17,6 +17,7 @@ from fullgraph_compile.captured import CapturedGraph, PlainGraph
 from fullgraph_compile.compilers import TraceAgain, compile_piece
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.fixed_size import separates
+from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.options import BadOption, Options, disabled
 from fullgraph_compile.passes.common import copy_graph, is_weight, placeholders, source_line
 from fullgraph_compile.pipeline import build
@@ -66,7 +67,11 @@ full_prefill = FullPrefill()
 
 
 def compile_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    report: Report | None = None,
+    fused: FusedWeights | None = None,
 ) -> Callable[..., Any]:
     """What runs in place of a traced graph.
 
@@ -88,7 +93,7 @@ def compile_graph(
         compiled = PlainGraph(gm.forward, report, Reason.GRAD, separates=separates(gm), strict=options.strict)
     else:
         try:
-            compiled = build(gm, example_inputs, options, report)
+            compiled = build(gm, example_inputs, options, report, fused)
             if isinstance(compiled, CapturedGraph):
                 compiled.as_traced = PlainGraph(
                     gm.forward, report, Reason.WEIGHTS_MOVED, separates=separates(gm), strict=options.strict

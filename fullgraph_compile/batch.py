@@ -25,12 +25,16 @@ class PrefillBatch:
     Args:
         new_tokens: query length of each request; 0 is allowed.
         cached_tokens: prefix of each request that is in the KV cache already; None = 0 for all.
-        device: where ``position_ids`` and ``last_token_rows`` are made; None = torch's default device if it is not
-            the CPU, else a GPU if there is one, else the CPU.
+        cache: the KV cache that the calls read and write; None = attention sees the new tokens only.
+        pages: page ids of each request, in the order of its tokens, with room for its cached and new tokens; given
+            with ``cache``.  No page is written by two requests; pages of a prefix may be shared.
+        device: where ``position_ids`` and ``last_token_rows`` are made; None = that of the cache; without one torch's
+            default device if it is not the CPU, else a GPU if there is one, else the CPU.
 
     Raises:
-        TypeError: a length is not an integer.
-        ValueError: a length is negative, there is no request, or a prefix is given without a KV cache.
+        TypeError: a length or a page is not an integer.
+        ValueError: a length is negative, there is no request, a prefix is given without a KV cache, or the pages are
+            not ones that the cache can serve.
 
     Example:
         >>> batch = PrefillBatch(new_tokens=[30, 7, 112])
@@ -44,6 +48,8 @@ class PrefillBatch:
         new_tokens: Sequence[int],
         cached_tokens: Sequence[int] | None = None,
         *,
+        cache: PagedKVCache | None = None,
+        pages: Sequence[Sequence[int]] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         new = _lengths("new_tokens", new_tokens)
@@ -54,26 +60,46 @@ class PrefillBatch:
             raise ValueError(
                 f"cached_tokens has {len(cached)} entries, new_tokens has {len(new)}; give one for each request"
             )
-        if any(cached):
+        if cache is None and any(cached):
             raise ValueError(
                 f"cached_tokens={cached} names a prefix, but this batch has no KV cache to read it from; "
-                "give 0 for each request, or leave it out"
+                "give cache= and pages=, or 0 for each request"
             )
+        if (cache is None) != (pages is None):
+            given, missing = ("pages", "cache") if cache is None else ("cache", "pages")
+            raise ValueError(f"{given} is given without {missing}; give both, or neither")
         self.new_tokens = new
         self.cached_tokens = cached
-        self.device = _default_device() if device is None else torch.device(device)
+        self.lengths = [n + c for n, c in zip(new, cached, strict=True)]
         self.tokens = sum(new)
         self.requests = len(new)
-        self.longest = max(n + c for n, c in zip(new, cached, strict=True))
-        self.cache: PagedKVCache | None = None
+        self.longest = max(self.lengths)
+        self.cache = cache
+        self.pages = None if pages is None else [_integers(f"pages[{i}]", held) for i, held in enumerate(pages)]
+        if cache is not None:
+            assert self.pages is not None
+            cache.check_pages(self.pages, self.lengths, cached)
+        if device is None:
+            device = _default_device() if cache is None else cache.device
+        self.device = torch.device(device)
+        if cache is not None and not same_device(self.device, cache.device):
+            raise ValueError(f"device={str(device)!r} is not that of the cache, which is on {cache.device}")
         self._entered: Token[PrefillBatch | None] | None = None
 
     @classmethod
     def for_capture(cls, lengths: list[int], cache: PagedKVCache | None, device: torch.device) -> PrefillBatch:
-        """The batch that a graph is captured with: legal, and over no request's pages."""
+        """The batch that a graph is captured with: legal, and over no request's pages: it reads page 0 and writes
+        nowhere."""
         batch = cls(lengths, device=device)
         batch.cache = cache
         return batch
+
+    def request(self, i: int) -> PrefillBatch:
+        """Request ``i`` in a batch of its own."""
+        pages = None if self.pages is None else [self.pages[i]]
+        return PrefillBatch(
+            [self.new_tokens[i]], [self.cached_tokens[i]], cache=self.cache, pages=pages, device=self.device
+        )
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -104,7 +130,8 @@ class PrefillBatch:
 
     def __repr__(self) -> str:
         some = ", ".join(map(str, self.new_tokens[:8])) + (", ..." if self.requests > 8 else "")
-        return f"PrefillBatch({self.requests} requests, {self.tokens} tokens: {some})"
+        after = f" after {sum(self.cached_tokens)} cached" if any(self.cached_tokens) else ""
+        return f"PrefillBatch({self.requests} requests, {self.tokens} tokens{after}: {some})"
 
 
 _active: ContextVar[PrefillBatch | None] = ContextVar("fullgraph_compile_batch", default=None)
@@ -145,6 +172,10 @@ class StaticBatch:
         pad_cu_q: ``[R + 2]`` int32: ``cu_q``, then ``tokens``: one more request that holds the padded rows ...
         pad_cu_k: ``[R + 2]`` int32: ``cu_k``, then its last entry again: ... and that has no keys.
         num_real_tokens: ``[1]`` int32, the real total.
+        cache: the KV cache that keys are read from; None = keys are arguments, laid out by ``cu_k``.
+        page_table: ``[R, P]`` int32, pages of each request; unused cells hold reserved page 0.  None without a cache.
+        slot_ids: ``[tokens]`` int64, where each row's K and V are written: page * page_size + offset in the page;
+            padded rows 0, which is in reserved page 0.  -1 is written nowhere.  None without a cache.
     """
 
     tokens: int
@@ -158,19 +189,34 @@ class StaticBatch:
     pad_cu_q: Tensor
     pad_cu_k: Tensor
     num_real_tokens: Tensor
+    cache: PagedKVCache | None = None
+    page_table: Tensor | None = None
+    slot_ids: Tensor | None = None
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are one: without an index, CUDA's is taken for the first."""
+    return a.type == b.type and (a.index or 0) == (b.index or 0)
 
 
 def _lengths(name: str, values: Any) -> list[int]:
+    numbers = _integers(name, values)
+    for n in numbers:
+        if n < 0:
+            raise ValueError(f"{name} holds {n}; token counts are 0 or more")
+    return numbers
+
+
+def _integers(name: str, values: Any) -> list[int]:
     if isinstance(values, (Tensor, np.ndarray)):
         values = values.tolist()
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise TypeError(f"{name}={values!r} must be a list of token counts, one for each request")
-    for n in values:
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
-            raise TypeError(f"{name} holds {n!r}, which is not an integer; give token counts")
-        if n < 0:
-            raise ValueError(f"{name} holds {n}; token counts are 0 or more")
-    return [int(n) for n in values]
+        raise TypeError(f"{name}={values!r} must be a list of integers")
+    if not set(map(type, values)) <= {int}:
+        for n in values:
+            if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+                raise TypeError(f"{name} holds {n!r}, which is not an integer")
+    return list(map(int, values))
 
 
 def _default_device() -> torch.device:

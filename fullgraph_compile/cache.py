@@ -238,7 +238,9 @@ class PagedKVCache:
 
     # -- checks --------------------------------------------------------------------------------------------------
 
-    def check_pages(self, pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+    def check_pages(
+        self, pages: Sequence[Sequence[int]], lengths: Sequence[int], cached: Sequence[int] | None = None
+    ) -> None:
         """Refuse pages that a kernel must not see.
 
         From the first ``allocate`` on, a page must also have been handed out by it: one that was freed, or that
@@ -247,10 +249,12 @@ class PagedKVCache:
         Args:
             pages: page ids of each request.
             lengths: tokens of each request, cached and new.
+            cached: tokens of each request that are there already and are not written again; None = nothing is written.
 
         Raises:
             TypeError: a page (unless it equals one in use) or a length is not an integer.
-            ValueError: a page is out of range, not in use or listed twice, or a request has too few pages.
+            ValueError: a page is out of range, not in use or listed twice, a request has too few pages, or a page
+                would be written that another request writes or another list holds.
         """
         if len(pages) != len(lengths):
             raise ValueError(f"pages has {len(pages)} lists for {len(lengths)} requests; give one for each request")
@@ -266,6 +270,21 @@ class PagedKVCache:
                     f"pages[{i}] has {_counted(len(held))} of {self.page_size} tokens; a request of {length} tokens "
                     f"needs {needed}"
                 )
+        if cached is not None:
+            self._check_written(pages, lengths, cached)
+
+    def _check_written(self, pages: Sequence[Sequence[int]], lengths: Sequence[int], cached: Sequence[int]) -> None:
+        writers: dict[int, int] = {}
+        for i, (held, length, start) in enumerate(zip(pages, lengths, cached, strict=True)):
+            for page in held[start // self.page_size : -(-length // self.page_size)] if length > start else ():
+                if page in writers:
+                    raise ValueError(f"pages[{writers[page]}] and pages[{i}] would both write page {page}")
+                if self._holders.get(page, 1) > 1:
+                    raise ValueError(
+                        f"pages[{i}] would write token {start} and those after it to page {page}, which "
+                        f"{self._holders[page]} lists share; only cached tokens may lie in shared pages"
+                    )
+                writers[page] = i
 
     def check_sites(self, sites: Sequence[SiteShape]) -> None:
         """Refuse a body whose sites keep something else than this cache.

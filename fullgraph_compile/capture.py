@@ -99,7 +99,8 @@ class CaptureSet:
         self.device = device
         self.cache_key = cache_key(cache)
         self.cache = cache
-        self.buffers = StaticBuffers(device)
+        buckets = [(tokens, slots_of(tokens, limits.slots)) for tokens in limits.ladder]
+        self.buffers = StaticBuffers(device, buckets, limits.context_length, cache)
         self.buckets: dict[int, Bucket] = {}
         self._pointers = self._weight_pointers(args)
         self._allocate(args)
@@ -135,14 +136,14 @@ class CaptureSet:
         """One run of the body on a legal batch that fills the bucket."""
         lengths = capture_lengths(bucket.tokens, self.limits.context_length, self.limits.slots)
         assert lengths is not None, "the ladder holds legal buckets only"
-        # With a cache the rows go to the reserved page, which belongs to no request.
+        # With a cache nothing is written, and the keys are those of the reserved page, which belongs to no request.
         batch = PrefillBatch.for_capture(lengths, self.cache, self.device)
         values: list[Any] = list(args)
         for i in self.inputs.sizes:
             values[i] = bucket.tokens
         for i, tensor in (*bucket.inputs.items(), *self._values.items()):
             values[i] = tensor
-        self.program.attention.plan(batch, self.buffers.stage(batch, bucket.tokens))
+        self.program.plan(batch, self.buffers.stage(batch, bucket.tokens))
 
         def run() -> None:
             results = self.program.run(values, bucket.static)
@@ -152,7 +153,7 @@ class CaptureSet:
         return run
 
     def _allocate(self, args: Sequence[Any]) -> None:
-        ladder, slots = self.limits.ladder, self.limits.slots
+        ladder = self.limits.ladder
         examples = {i: (args[i], dim) for i, dim in self.inputs.tokens.items()}
         inputs = {i: self._storage(t, dim, ladder[-1]) for i, (t, dim) in examples.items()}
         outputs = [self._storage(fake, dim, ladder[-1]) for fake, dim in self.outputs]
@@ -164,7 +165,7 @@ class CaptureSet:
         }
         self.storages = frozenset(s.untyped_storage().data_ptr() for s in outputs)
         for tokens in ladder:
-            static = self.buffers.add(tokens, slots_of(tokens, slots), self.limits.context_length, self.cache)
+            static = self.buffers.of(tokens)
             self.buckets[tokens] = Bucket(
                 tokens,
                 static,
@@ -198,7 +199,7 @@ class CaptureSet:
         torch._foreach_copy_(to, [args[i] for i in (*self.inputs.tokens, *self._values)], non_blocking=True)
         for i, dim in self.inputs.tokens.items():
             self._zero_padded_rows(i, bucket, dim, batch.tokens)
-        self.program.attention.plan(batch, static)
+        self.program.plan(batch, static)
         bucket.graph.replay()
         return list(rows.outputs)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fullgraph_compile.batch import PrefillBatch, active_batch
+from fullgraph_compile.batch import PrefillBatch, active_batch, same_device
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
 from fullgraph_compile.registry import register
 from fullgraph_compile.report import Report
@@ -43,6 +43,11 @@ class PlainGraph:
         if self.error:
             raise FallbackError(f"{self.report.name}: {self.reason.value}: {self.detail} (unsafe='error' is set)")
         batch = active_batch()
+        if batch is not None and batch.cache is not None:
+            raise FallbackError(
+                f"{self.report.name} cannot be called with {batch!r}: only a body that was compiled reads a KV cache "
+                f"({self.reason.value}{f': {self.detail}' if self.detail else ''})"
+            )
         if batch is not None and batch.requests > 1 and not self.separates():
             raise FallbackError(
                 f"{self.report.name} cannot be called with {batch!r}: no graph replays ({self.reason.value}"
@@ -93,6 +98,11 @@ class CapturedGraph:
     def __call__(self, *args: Any) -> Any:
         batch = self.batch_of(args)
         runner = self.runner
+        if runner.limits.single_request and any(batch.cached_tokens):
+            raise ValueError(
+                f"{batch!r} has cached tokens, but the body cannot go on after them: {self.report.proof}; if it makes "
+                "positions of its own, give position_ids=batch.position_ids[None]"
+            )
         with runner.lock:
             if self.strict and (refusal := runner.decide(batch)).route is not Route.GRAPH:
                 self._count(refusal, batch, args)
@@ -133,16 +143,17 @@ class CapturedGraph:
         """Each request in a call of its own, for a body whose rows tell requests apart only that way."""
         parts: list[list[Tensor]] = []
         start = 0
-        for new in batch.new_tokens:
+        for r, new in enumerate(batch.new_tokens):
             if new == 0:
                 continue
+            alone = batch.request(r)
             one = list(args)
             for i, dim in self.runner.inputs.tokens.items():
                 one[i] = args[i].narrow(dim, start, new)
             for i in self.runner.inputs.sizes:
                 one[i] = new
-            part, decision = self.runner.run(one, PrefillBatch([new], device=batch.device))
-            self._count(decision, PrefillBatch([new], device="cpu"), one)
+            part, decision = self.runner.run(one, alone)
+            self._count(decision, alone, one)
             parts.append([t.clone() for t in part])
             start += new
         dims = [dim for _, dim in self.runner.outputs]
@@ -161,7 +172,7 @@ class CapturedGraph:
         self.report.fell_back(decision.reason, detail, strict=self.strict)
 
     def _about(self, reason: Reason, batch: PrefillBatch) -> str:
-        limits = self.runner.limits
+        limits = self.runner.limits_over(batch.cache)
         if reason is Reason.OVER_LADDER:
             return f"{batch.tokens} tokens, largest bucket {limits.ladder[-1]}"
         if reason is Reason.OVER_SLOTS:
@@ -237,11 +248,10 @@ class StaticGraph:
         if batch is None:
             return
         check_batch(batch, self.tokens, self.device)
-        if batch.requests == 1:
-            return
-        if not self._separates():
+        what = "has a KV cache" if batch.cache is not None else "holds several requests"
+        if batch.cache is not None or (batch.requests > 1 and not self._separates()):
             raise ValueError(
-                f"{batch!r} holds several requests, but this call was traced for exactly {self.tokens} tokens, with "
+                f"{batch!r} {what}, but this call was traced for exactly {self.tokens} tokens, with "
                 "the model's own attention, which takes them for one request; mark the token dim with "
                 "torch._dynamo.mark_dynamic, or use fullgraph_compile.compile"
             )
@@ -253,7 +263,7 @@ def check_batch(batch: PrefillBatch, tokens: int, device: torch.device) -> None:
         raise ValueError(
             f"{batch!r}: new_tokens add up to {batch.tokens}, but the call has {tokens} tokens; they must be equal"
         )
-    if batch.device.type != device.type or (batch.device.index or 0) != (device.index or 0):
+    if not same_device(batch.device, device):
         raise ValueError(
             f"{batch!r} is on {batch.device}, the body on {device}; give PrefillBatch(..., device={str(device)!r})"
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
-from fullgraph_compile.ladder import slots_of
+from fullgraph_compile.ladder import legal_buckets, slots_of
 
 
 class Reason(enum.Enum):
@@ -57,7 +58,8 @@ class FallbackError(RuntimeError):
 class Limits:
     """What the captured graphs can serve.
 
-    ``off`` maps a bucket to the reason that turned it off; ``blocked`` is a reason that holds for every call.
+    ``off`` maps a bucket to the reason that turned it off; ``blocked`` is a reason that holds for every call;
+    ``open_context`` says that a KV cache's own limit takes the place of ``context_length``.
     """
 
     ladder: tuple[int, ...]
@@ -67,9 +69,21 @@ class Limits:
     single_request: bool = False
     blocked: Reason | None = None
     off: tuple[tuple[int, Reason], ...] = ()
+    open_context: bool = False
 
     # Up to this many tokens a forward costs the same, so padding is free.
     FREE_PADDING: ClassVar[int] = 64
+
+    def over_cache(self, capacity: int) -> Limits:
+        """The limits of calls over a KV cache that holds ``capacity`` tokens."""
+        return _over_cache(self, capacity) if self.open_context else self
+
+
+@lru_cache(maxsize=64)
+def _over_cache(limits: Limits, capacity: int) -> Limits:
+    ladder = legal_buckets(limits.ladder, capacity, limits.slots)
+    blocked = limits.blocked or (None if ladder else Reason.NO_BUCKET)
+    return replace(limits, ladder=ladder, context_length=capacity, blocked=blocked)
 
 
 @dataclass(frozen=True)

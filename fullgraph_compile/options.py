@@ -42,6 +42,9 @@ class Options:
         strict: raise ``FallbackError`` wherever a call would not replay a graph.
         clone_outputs: True gives outputs that the caller owns; False gives views of one buffer that the next call
             overwrites.
+        fuse_projections: let linears that read the same input (query, key and value; gate and up) run as one. Only
+            ``fgc.compile`` does so, and only with plain parameters that share no memory; each stays a parameter, in a
+            storage that it shares with its siblings, until ``fgc.close``. Plain ``torch.compile`` ignores it.
         progress: show a progress bar while compiling and capturing; None = when stderr is a terminal.
 
     Raises:
@@ -60,6 +63,7 @@ class Options:
     unsafe: str = "compiled"
     strict: bool = False
     clone_outputs: bool = True
+    fuse_projections: bool = True
     progress: bool | None = None
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
@@ -93,7 +97,7 @@ class Options:
             raise TypeError(f"max_padding={self.max_padding!r} must be a number >= 1")
         if not self.max_padding >= 1:
             raise ValueError(f"max_padding={self.max_padding!r} must be >= 1 (1 = no padding, inf = no limit)")
-        for name in ("strict", "clone_outputs"):
+        for name in ("strict", "clone_outputs", "fuse_projections"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.progress is not None and not isinstance(self.progress, bool):

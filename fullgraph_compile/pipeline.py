@@ -28,6 +28,7 @@ from fullgraph_compile.capture import Inputs
 from fullgraph_compile.captured import CapturedGraph, StaticGraph
 from fullgraph_compile.dispatch import Decision, Limits, Reason, decide
 from fullgraph_compile.fixed_size import build_static
+from fullgraph_compile.fused_weights import FusedProgram, FusedWeights
 from fullgraph_compile.graphs import create_recorder
 from fullgraph_compile.ladder import legal_buckets
 from fullgraph_compile.ops import attention as attention_op
@@ -44,6 +45,7 @@ from fullgraph_compile.passes.common import (
     value_of,
 )
 from fullgraph_compile.passes.fold_scalars import fold_scalars
+from fullgraph_compile.passes.fuse_projections import fuse_projections
 from fullgraph_compile.passes.mark_attention import mark_attention
 from fullgraph_compile.passes.pad_to_bucket import Padding, pad_to_bucket
 from fullgraph_compile.passes.split_pieces import split_pieces, written_inputs
@@ -53,12 +55,19 @@ from fullgraph_compile.report import Report, log
 from fullgraph_compile.runner import BodyRunner
 
 
-def build(gm: GraphModule, examples: Sequence[Any], options: Options, report: Report) -> CapturedGraph | StaticGraph:
+def build(
+    gm: GraphModule,
+    examples: Sequence[Any],
+    options: Options,
+    report: Report,
+    fused: FusedWeights | None = None,
+) -> CapturedGraph | StaticGraph:
     """Compile one traced graph.
 
     Args:
         gm: Dynamo's graph; not changed.
         examples: its inputs, as Dynamo gave them.
+        fused: joins the weights of linears that read the same input; None = they stay apart.
 
     Raises:
         Refused: the graph can run only as it is.
@@ -69,11 +78,17 @@ def build(gm: GraphModule, examples: Sequence[Any], options: Options, report: Re
         return build_static(gm, weights, options, report)
     if token is None:
         raise Refused(Reason.BATCHED if "symbolic dims" in why else Reason.ARGUMENTS, why)
-    return _build_symbolic(gm, token, weights, options, report)
+    return _build_symbolic(gm, examples, token, weights, options, report, fused)
 
 
 def _build_symbolic(
-    gm: GraphModule, token: sympy.Symbol, weights: frozenset[str], options: Options, report: Report
+    gm: GraphModule,
+    examples: Sequence[Any],
+    token: sympy.Symbol,
+    weights: frozenset[str],
+    options: Options,
+    report: Report,
+    fused: FusedWeights | None,
 ) -> CapturedGraph:
     gm = fold_scalars(copy_graph(gm))
     device = device_of(gm, weights)
@@ -102,8 +117,14 @@ def _build_symbolic(
     if blocked is Reason.UNPROVEN and options.unsafe == "error":
         raise Refused(blocked, detail)
 
-    pieces = split_pieces(split.body)
-    program = Program(pieces, compile_pieces(pieces, options, report), marked.sites, attention)
+    if fused is None:
+        pieces = split_pieces(split.body)
+        program = Program(pieces, compile_pieces(pieces, options, report), marked.sites, attention)
+    else:
+        fusion = fuse_projections(split.body, fused.admit(examples))
+        pieces = split_pieces(fusion.body)
+        compiled = compile_pieces(pieces, options, report)
+        program = FusedProgram(pieces, compiled, marked.sites, attention, fusion.stacks, fused)
     context = options.context_length or options.max_tokens
     serves = _guards(gm, token)
     ladder = tuple(b for b in legal_buckets(options.ladder, context, options.slots) if serves(b))
@@ -124,7 +145,15 @@ def _build_symbolic(
         program,
         _inputs(split.body, weights, padding),
         outputs_of(split.body, padding),
-        Limits(ladder, options.slots, context, options.max_padding, bool(proof.single_request), blocked),
+        Limits(
+            ladder,
+            options.slots,
+            context,
+            options.max_padding,
+            bool(proof.single_request),
+            blocked,
+            open_context=options.context_length is None,
+        ),
         create_recorder(kind, device),
         device,
         report,
@@ -175,7 +204,11 @@ def expected_decision(options: Options, batch: PrefillBatch) -> Decision:
     blocked = None if ladder else Reason.NO_BUCKET
     if graph_kind(options, batch.device) == "none":
         blocked = Reason.GRAPHS_OFF
-    limits = Limits(ladder, options.slots, context, options.max_padding, blocked=blocked)
+    limits = Limits(
+        ladder, options.slots, context, options.max_padding, blocked=blocked, open_context=not options.context_length
+    )
+    if batch.cache is not None:
+        limits = limits.over_cache(batch.cache.capacity)
     return decide(batch.tokens, batch.requests, batch.longest, limits)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from fullgraph_compile.dispatch import Decision, Limits, Reason, Route, decide
 from fullgraph_compile.graphs import GraphRecorder
 from fullgraph_compile.program import Program
 from fullgraph_compile.report import Report, log
-from fullgraph_compile.staging import Poison, StaticBuffers
+from fullgraph_compile.staging import ExactBuffers, Poison
 
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
@@ -72,7 +73,9 @@ class BodyRunner:
         self.show_progress = show_progress
         self.lock = threading.RLock()
         self.poison: Poison | None = None
-        self._exact_buffers = StaticBuffers(device)
+        self._exact_buffers = ExactBuffers(device)
+        # The cache of the last call, which was checked; not kept alive.
+        self._checked: Callable[[], PagedKVCache | None] | None = None
         self._sets: list[CaptureSet] = []  # the last used first
         self._last_stream: torch.cuda.Stream | None = None
 
@@ -80,14 +83,24 @@ class BodyRunner:
 
     def decide(self, batch: PrefillBatch) -> Decision:
         """Route, bucket and reason for a batch; touches nothing."""
-        return decide(batch.tokens, batch.requests, batch.longest, self.limits)
+        return decide(batch.tokens, batch.requests, batch.longest, self.limits_over(batch.cache))
+
+    def limits_over(self, cache: PagedKVCache | None) -> Limits:
+        """What the graphs may serve over a KV cache."""
+        return self.limits if cache is None else self.limits.over_cache(cache.capacity)
 
     def run(self, args: Sequence[Any], batch: PrefillBatch) -> tuple[list[Tensor], Decision]:
         """Outputs of the body, cut to real rows, and how they came about.
 
         Outputs of a replay are views of buffers that the next call overwrites; ``owned`` copies them.
+
+        Raises:
+            ValueError: the body cannot use the batch's KV cache.
         """
         with self.lock:
+            if self._checked is None or self._checked() is not batch.cache:
+                self.program.check_cache(batch.cache, self.device)
+                self._checked = (lambda: None) if batch.cache is None else weakref.ref(batch.cache)
             decision = self.decide(batch)
             graphs: CaptureSet | None = None
             if decision.route is Route.GRAPH:
@@ -137,11 +150,11 @@ class BodyRunner:
                 raise WeightsChanged(f"a weight is {args[i].dtype} {tuple(args[i].shape)} now, it was {form[0]}")
         if batch.tokens == 0:
             return [self._empty(fake, dim) for fake, dim in self.outputs]
-        static = self._exact_buffers.exact(batch)
+        static = self._exact_buffers.stage(batch)
         values = list(args)
         for i in self.inputs.values:
             values[i] = args[i].to(self.device)
-        self.program.attention.plan(batch, static)
+        self.program.plan(batch, static)
         return self.program.run(values, static)
 
     def _empty(self, fake: Tensor, dim: int | None) -> Tensor:
@@ -182,20 +195,22 @@ class BodyRunner:
         Returns:
             The captured set; None where nothing is recorded.
         """
-        if self.recorder is None or not self.limits.ladder:
+        limits = self.limits_over(cache)
+        if self.recorder is None or not limits.ladder:
             return None
+        self.program.prepare(args)
         start, free = time.perf_counter(), self._free_bytes()
         while len(self._sets) >= self.MOST_SETS:
             self._sets.pop().close()
         with self.lock, torch.inference_mode(False), torch.no_grad(), self.recorder.session():
-            graphs = CaptureSet(self.program, self.inputs, self.outputs, self.limits, self.device, cache, args)
+            graphs = CaptureSet(self.program, self.inputs, self.outputs, limits, self.device, cache, args)
             failed = graphs.capture(self.recorder, args, show_progress=self.show_progress)
         for tokens, error in failed.items():
             self._raise_if_lost(error)
             self._turn_off(tokens, Reason.CAPTURE_FAILED, error)
         self._sets.insert(0, graphs)
         off = dict(self.limits.off)
-        self.report.buckets = tuple(b for b in self.limits.ladder if b not in off)
+        self.report.buckets = tuple(b for b in limits.ladder if b not in off)
         self.report.ready = True
         self.report.capture_seconds += time.perf_counter() - start
         self.report.graph_bytes += max(0, free - self._free_bytes())

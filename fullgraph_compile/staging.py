@@ -1,16 +1,18 @@
-"""Staging: one pinned block, one copy, and every word of the metadata rewritten at every replay."""
+"""Staging: one block, one copy, and every word of the metadata rewritten at every replay."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
+from fullgraph_compile.pinned import PinnedRing
 
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
@@ -27,45 +29,103 @@ class Poison(enum.Enum):
     PLAUSIBLE = "plausible"
 
 
+# Each vector starts at a multiple of 16 bytes, so that a kernel compiled for one bucket's addresses fits all.
+_ALIGNED = 4
+
+
 @dataclass(frozen=True)
 class _Layout:
-    """Where each vector lies in the block of int32."""
+    """Where each vector lies in a block of int32: slot ids, lengths and offsets, then the page table.
 
+    Attributes:
+        tokens: rows of the call.
+        slots: request slots.
+        max_k: bound of cached and new tokens of a request.
+        page_size: tokens in a page of the KV cache; 0 = no cache.
+    """
+
+    tokens: int
     slots: int
+    max_k: int
+    page_size: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Row stride of the page table."""
+        return -(-self.max_k // self.page_size) if self.page_size else 0
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
+        """Name and size of each vector before the page table, in int32 words."""
         s = self.slots
         return (
+            *((("slot_ids", 2 * self.tokens),) if self.page_size else ()),
             ("num_real_tokens", 1), ("cu_q", s + 1), ("cu_k", s + 1), ("q_lens", s), ("k_lens", s),
             ("pad_cu_q", s + 2), ("pad_cu_k", s + 2),
         )  # fmt: skip
 
     @property
+    def head(self) -> int:
+        """Words before the page table."""
+        return sum(_aligned(n) for _, n in self.parts)
+
+    @property
     def size(self) -> int:
-        return sum(n for _, n in self.parts)
+        return self.head + self.slots * self.columns
 
     def views(self, block: Tensor) -> dict[str, Tensor]:
         views, at = {}, 0
         for name, n in self.parts:
             views[name] = block[at : at + n]
-            at += n
+            at += _aligned(n)
+        if self.page_size:
+            views["slot_ids"] = views["slot_ids"].view(torch.int64)
+            views["page_table"] = block[at : at + self.slots * self.columns].view(self.slots, self.columns)
         return views
 
-    def pack(self, batch: PrefillBatch, tokens: int) -> np.ndarray:
-        """All metadata of a batch, tails included, for a call of ``tokens`` rows."""
+    def pack(self, batch: PrefillBatch, rows: int) -> np.ndarray:
+        """All metadata of a batch, tails included, and the first ``rows`` rows of the page table."""
         s, r = self.slots, batch.requests
-        new, cached = batch.new_tokens, batch.cached_tokens
-        keys = [n + c for n, c in zip(new, cached, strict=True)]
+        new, keys = batch.new_tokens, batch.lengths
         total_q, total_k = batch.tokens, sum(keys)
         zeros = [0] * (s - r)
         cu_q = _offsets(new) + [total_q] * (s - r)
         cu_k = _offsets(keys) + [total_k] * (s - r)
-        words = [total_q, *cu_q, *cu_k, *new, *zeros, *keys, *zeros, *cu_q, tokens, *cu_k, total_k]
-        return np.array(words, dtype=np.int32)
+        vectors: dict[str, Sequence[int]] = {
+            "num_real_tokens": [total_q], "cu_q": cu_q, "cu_k": cu_k, "q_lens": [*new, *zeros],
+            "k_lens": [*keys, *zeros], "pad_cu_q": [*cu_q, self.tokens], "pad_cu_k": [*cu_k, total_k],
+        }  # fmt: skip
+        words = np.zeros(self.head + rows * self.columns, dtype=np.int32)
+        at = 0
+        for name, n in self.parts:
+            if name in vectors:
+                words[at : at + n] = vectors[name]
+            at += _aligned(n)
+        if self.page_size:
+            self._pack_pages(batch, words[: 2 * self.tokens].view(np.int64), words[at:].reshape(rows, self.columns))
+        return words
+
+    def _pack_pages(self, batch: PrefillBatch, slot_ids: np.ndarray, table: np.ndarray) -> None:
+        """Both hold zeros, which is reserved page 0."""
+        if batch.pages is None:
+            # A batch of the capture: no page is its own, so nothing is written.
+            slot_ids[: batch.tokens] = -1
+            return
+        for row, pages, length in zip(table, batch.pages, batch.lengths, strict=False):
+            used = -(-length // self.page_size)
+            row[:used] = pages[:used]
+        new = np.array(batch.new_tokens)
+        request = np.repeat(np.arange(batch.requests), new)
+        position = np.arange(batch.tokens) - np.repeat(np.cumsum(new) - new - np.array(batch.cached_tokens), new)
+        page, offset = np.divmod(position, self.page_size)
+        slot_ids[: batch.tokens] = table[request, page].astype(np.int64) * self.page_size + offset
 
 
-def _offsets(lengths: list[int]) -> list[int]:
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNED) * _ALIGNED
+
+
+def _offsets(lengths: Sequence[int]) -> list[int]:
     offsets, total = [0], 0
     for n in lengths:
         total += n
@@ -74,35 +134,43 @@ def _offsets(lengths: list[int]) -> list[int]:
 
 
 class StaticBuffers:
-    """Owns the metadata that captured graphs read: one device block for each bucket, at a fixed address.
+    """Owns the metadata that captured graphs read, at fixed addresses.
 
-    The host runs ahead of the device by many calls, so each pinned block of a ring is written again only after the
-    copy that read it has finished.
+    All buckets share one block, as calls run in stream order.  The page table lies at one place in it for all of
+    them, and the vectors of a bucket right before it, so that what a call stages is always one piece of memory.
+
+    Args:
+        buckets: (tokens, request slots) of each; the tokens also bound the new tokens of a request.
+        max_k: bound of cached and new tokens of a request.
+        cache: the KV cache that the graphs read and write, or None.
     """
 
-    RING = 16
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        buckets: Sequence[tuple[int, int]],
+        max_k: int,
+        cache: PagedKVCache | None = None,
+    ) -> None:
         self.device = device
-        self._blocks: dict[int, tuple[_Layout, Tensor, StaticBatch]] = {}
-        self._ring: list[tuple[Tensor, torch.cuda.Event | None]] = []
-        self._turn = 0
-
-    def add(self, tokens: int, slots: int, max_k: int, cache: PagedKVCache | None = None) -> StaticBatch:
-        """Allocate the metadata of one bucket.
-
-        Args:
-            tokens: the bucket, which also bounds the new tokens of a request.
-            slots: its request slots.
-            max_k: bound of cached and new tokens of a request.
-            cache: the KV cache that the bucket's graph reads and writes.
-        """
-        layout = _Layout(slots)
+        page_size = 0 if cache is None else cache.page_size
+        layouts = [_Layout(tokens, slots, max_k, page_size) for tokens, slots in buckets]
+        head = max((layout.head for layout in layouts), default=0)
+        table = max((layout.slots * layout.columns for layout in layouts), default=0)
         with torch.inference_mode(False):
-            block = torch.zeros(layout.size, dtype=torch.int32, device=self.device)
-        static = StaticBatch(tokens, slots, max_q=max(2, tokens), max_k=max_k, **layout.views(block))
-        self._blocks[tokens] = (layout, block, static)
-        return static
+            self._block = torch.zeros(head + table, dtype=torch.int32, device=device)
+        self._ring = PinnedRing(device)
+        self._ring.reserve(head + table)
+        self._dirty = 0  # rows of the page table that hold what the last call staged
+        self._buckets: dict[int, tuple[_Layout, Tensor, StaticBatch]] = {}
+        for layout in layouts:
+            block = self._block[head - layout.head :]
+            static = _static(layout, block, max(2, layout.tokens), cache)
+            self._buckets[layout.tokens] = (layout, block, static)
+
+    def of(self, tokens: int) -> StaticBatch:
+        """The metadata of bucket ``tokens``."""
+        return self._buckets[tokens][2]
 
     def stage(self, batch: PrefillBatch, tokens: int, poison: Poison | None = None) -> StaticBatch:
         """Write a batch into the metadata of bucket ``tokens``, on the current stream, without waiting.
@@ -110,56 +178,55 @@ class StaticBuffers:
         The batch is checked against the bounds that the bucket's kernels got at capture; one outside of them is an
         error here, as it would read out of bounds there.
         """
-        layout, block, static = self._blocks[tokens]
+        layout, block, static = self._buckets[tokens]
         if batch.tokens > static.tokens or batch.requests > static.slots or batch.longest > static.max_k:
             raise ValueError(
                 f"{batch!r}, longest {batch.longest}, does not fit bucket {static.tokens} with {static.slots} "
                 f"request slots and {static.max_k} tokens a request"
             )
         if poison is not None:
-            block.copy_(torch.from_numpy(self._poisoned(layout, static, poison)))
-        self._copy(layout.pack(batch, tokens), block)
+            words = _poisoned(layout, static, poison)
+            self._ring.copy(words, block[: len(words)])
+            self._dirty = max(self._dirty, layout.slots)
+        rows = max(batch.requests, min(self._dirty, layout.slots)) if layout.page_size else 0
+        words = layout.pack(batch, rows)
+        self._ring.copy(words, block[: len(words)])
+        # Rows past the slots of this bucket stay as a larger one left them.
+        self._dirty = max(batch.requests, self._dirty) if self._dirty > layout.slots else batch.requests
         return static
 
-    def exact(self, batch: PrefillBatch) -> StaticBatch:
-        """Metadata of a batch at its exact size, in memory of its own: for calls that replay no graph."""
-        layout = _Layout(batch.requests)
+
+class ExactBuffers:
+    """Metadata of batches at their exact size, in memory of their own: for calls that replay no graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._ring = PinnedRing(device)
+
+    def stage(self, batch: PrefillBatch) -> StaticBatch:
+        """Metadata of a batch, on the current stream, without waiting."""
+        page_size = 0 if batch.cache is None else batch.cache.page_size
+        layout = _Layout(batch.tokens, batch.requests, max(1, batch.longest), page_size)
         block = torch.empty(layout.size, dtype=torch.int32, device=self.device)
-        self._copy(layout.pack(batch, batch.tokens), block)
-        return StaticBatch(
-            batch.tokens, batch.requests, max(2, *batch.new_tokens), max(1, batch.longest), **layout.views(block)
+        self._ring.copy(layout.pack(batch, batch.requests), block)
+        return _static(layout, block, max(2, *batch.new_tokens), batch.cache)
+
+
+def _static(layout: _Layout, block: Tensor, max_q: int, cache: PagedKVCache | None) -> StaticBatch:
+    views: dict[str, Any] = layout.views(block)
+    return StaticBatch(layout.tokens, layout.slots, max_q, layout.max_k, cache=cache, **views)
+
+
+def _poisoned(layout: _Layout, static: StaticBatch, poison: Poison) -> np.ndarray:
+    if poison is Poison.IMPOSSIBLE:
+        return np.full(layout.size, 2**30, dtype=np.int32)
+    # A full batch of nearly equal requests over pages that exist, so that every tail holds live-looking values.
+    short, longer = divmod(static.tokens, static.slots)
+    batch = PrefillBatch([short + 1] * longer + [short] * (static.slots - longer), device="cpu")
+    if static.cache is not None:
+        pages, most = static.cache.pages - 1, max(1, layout.columns)
+        batch.cache, batch.pages = (
+            static.cache,
+            [[1 + (r * most + i) % pages for i in range(most)] for r in range(static.slots)],
         )
-
-    def _copy(self, words: np.ndarray, block: Tensor) -> None:
-        if self.device.type != "cuda":
-            block.copy_(torch.from_numpy(words))
-            return
-        pinned, event = self._pinned(len(words))
-        event.synchronize()
-        pinned.numpy()[: len(words)] = words
-        block.copy_(pinned[: len(words)], non_blocking=True)
-        event.record()
-
-    def _pinned(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
-        """The next pinned block of the ring and the event of the copy that last read it."""
-        self._turn = (self._turn + 1) % self.RING
-        while len(self._ring) < self.RING:
-            self._ring.append((torch.empty(0, dtype=torch.int32), None))
-        pinned, event = self._ring[self._turn]
-        if pinned.numel() < size or event is None:
-            if event is not None:
-                event.synchronize()
-            with torch.inference_mode(False):
-                pinned = torch.empty(max(size, 256), dtype=torch.int32, pin_memory=True)
-            event = torch.cuda.Event()
-            self._ring[self._turn] = (pinned, event)
-        return pinned, event
-
-    @staticmethod
-    def _poisoned(layout: _Layout, static: StaticBatch, poison: Poison) -> np.ndarray:
-        if poison is Poison.IMPOSSIBLE:
-            return np.full(layout.size, 2**30, dtype=np.int32)
-        # A full batch of nearly equal requests, so that every tail holds live-looking values.
-        short, longer = divmod(static.tokens, static.slots)
-        lengths = [short + 1] * longer + [short] * (static.slots - longer)
-        return layout.pack(PrefillBatch(lengths, device="cpu"), static.tokens)
+    return layout.pack(batch, static.slots)

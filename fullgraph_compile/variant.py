@@ -218,11 +218,13 @@ def thin(forward: Callable[..., Any]) -> types.FunctionType:
 
     Dynamo keeps what it compiled, and counts its limit of recompiles, by code object, and remembers by name which
     arguments have changed.  It keeps the globals alive too, so the module is an argument.
+
+    Args:
+        forward: a function of the module and its arguments by name.
     """
     name = f"body_{next(_numbers)}"
     code = _call_forward.__code__.replace(co_name=name)
-    unbound = getattr(forward, "__func__", None) or (lambda module, **kwargs: forward(**kwargs))
-    return types.FunctionType(code, {"forward": unbound, "__builtins__": __builtins__}, name)
+    return types.FunctionType(code, {"forward": forward, "__builtins__": __builtins__}, name)
 
 
 def attributes(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:

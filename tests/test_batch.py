@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fullgraph_compile import PrefillBatch
 from fullgraph_compile.batch import StaticBatch, active_batch
-from fullgraph_compile.staging import Poison, StaticBuffers
+from fullgraph_compile.staging import ExactBuffers, Poison, StaticBuffers
 
 CPU = torch.device("cpu")
 
@@ -50,12 +50,10 @@ def test_batches_do_not_nest_and_the_outer_one_survives() -> None:
 
 
 def staged(lengths: list[int], tokens: int = 16, slots: int = 6, poison: Poison | None = None) -> StaticBatch:
-    buffers = StaticBuffers(CPU)
-    buffers.add(tokens, slots, max_k=tokens)
-    buffers.poison = poison
+    buffers = StaticBuffers(CPU, [(tokens, slots)], max_k=tokens)
     # The largest batch first, so that a tail which is not rewritten shows.
     buffers.stage(PrefillBatch([3, 3, 3, 3, 2, 2], device="cpu"), tokens)
-    return buffers.stage(PrefillBatch(lengths, device="cpu"), tokens)
+    return buffers.stage(PrefillBatch(lengths, device="cpu"), tokens, poison)
 
 
 @pytest.mark.parametrize("poison", [None, Poison.IMPOSSIBLE, Poison.PLAUSIBLE])
@@ -81,8 +79,8 @@ def test_b23_sentinels_count_as_nothing(lengths: list[int]) -> None:
 
 
 def test_a_batch_outside_of_the_bounds_of_capture_is_refused_before_anything_is_written() -> None:
-    buffers = StaticBuffers(CPU)
-    static = buffers.add(8, 2, max_k=6)
+    buffers = StaticBuffers(CPU, [(8, 2)], max_k=6)
+    static = buffers.of(8)
     buffers.stage(PrefillBatch([2, 3], device="cpu"), 8)
     before = static.cu_q.clone()
     for lengths in ([7], [9], [1, 1, 1]):
@@ -92,8 +90,8 @@ def test_a_batch_outside_of_the_bounds_of_capture_is_refused_before_anything_is_
 
 
 def test_addresses_never_change() -> None:
-    buffers = StaticBuffers(CPU)
-    static = buffers.add(8, 2, max_k=8)
+    buffers = StaticBuffers(CPU, [(8, 2)], max_k=8)
+    static = buffers.of(8)
     pointers = [static.cu_q.data_ptr(), static.k_lens.data_ptr()]
     for lengths in ([8], [1, 1], [3]):
         assert buffers.stage(PrefillBatch(lengths, device="cpu"), 8) is static
@@ -101,5 +99,5 @@ def test_addresses_never_change() -> None:
 
 
 def test_the_bound_of_queries_is_never_one() -> None:
-    assert StaticBuffers(CPU).add(1, 1, max_k=1).max_q == 2
-    assert StaticBuffers(CPU).exact(PrefillBatch([1, 1], device="cpu")).max_q == 2
+    assert StaticBuffers(CPU, [(1, 1)], max_k=1).of(1).max_q == 2
+    assert ExactBuffers(CPU).stage(PrefillBatch([1, 1], device="cpu")).max_q == 2

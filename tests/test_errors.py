@@ -312,7 +312,7 @@ def test_a_batch_is_left_after_an_error_inside_it(way: str) -> None:
         ({"new_tokens": []}, ValueError, "at least one"),
         ({"new_tokens": [3, -1]}, ValueError, "holds -1.*0 or more"),
         ({"new_tokens": [3, 2.5]}, TypeError, "2.5.*not an integer"),
-        ({"new_tokens": [3], "cached_tokens": [4]}, ValueError, r"cached_tokens=\[4\].*give 0"),
+        ({"new_tokens": [3], "cached_tokens": [4]}, ValueError, r"cached_tokens=\[4\].*or 0 for each"),
         ({"new_tokens": [3], "cached_tokens": [0, 0]}, ValueError, "2 entries.*has 1"),
     ],
 )

@@ -4,7 +4,7 @@ could write it; each is right when run live, and shows as a wrong value on the t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -38,7 +38,7 @@ class StaleInteger(Sound):
     name = "stale_integer"
     total = 0
 
-    def plan(self, batch: PrefillBatch, static: StaticBatch) -> None:
+    def plan(self, batch: PrefillBatch, static: StaticBatch, sites: Sequence[AttentionSite]) -> None:
         self.total = batch.tokens
 
     def run(
@@ -61,7 +61,7 @@ class StaleIntegerBelow(Sound):
 
     name = "stale_integer_below"
 
-    def plan(self, batch: PrefillBatch, static: StaticBatch) -> None:
+    def plan(self, batch: PrefillBatch, static: StaticBatch, sites: Sequence[AttentionSite]) -> None:
         global total_below
         total_below = batch.tokens
 
@@ -77,7 +77,7 @@ class ReboundBuffer(Sound):
     name = "rebound_buffer"
     offsets: Tensor
 
-    def plan(self, batch: PrefillBatch, static: StaticBatch) -> None:
+    def plan(self, batch: PrefillBatch, static: StaticBatch, sites: Sequence[AttentionSite]) -> None:
         self.offsets = static.cu_q.clone()
 
     def run(
@@ -95,7 +95,7 @@ class UnclearedTail(Sound):
         super().__init__()
         self.lengths: dict[int, Tensor] = {}
 
-    def plan(self, batch: PrefillBatch, static: StaticBatch) -> None:
+    def plan(self, batch: PrefillBatch, static: StaticBatch, sites: Sequence[AttentionSite]) -> None:
         lengths = self.lengths.setdefault(static.tokens, torch.zeros(static.slots, dtype=torch.int32))
         if len(lengths) < static.slots:  # an exact size that came back with more requests
             lengths = self.lengths[static.tokens] = torch.zeros(static.slots, dtype=torch.int32)

@@ -153,7 +153,7 @@ def test_b72_the_head_is_outside_of_the_graph() -> None:
     fgc.compile(model, max_tokens=32, **TAPE)
     with torch.no_grad():
         model(input_ids=tokens(5)[None], use_cache=False)
-    (graph,) = model.forward.graphs()
+    (graph,) = model.model.forward.graphs()
     for bucket in graph.runner.buckets.values():
         assert [tuple(t.shape) for t in bucket.outputs] == [(1, bucket.tokens, 32)]
 
@@ -169,7 +169,7 @@ def test_all_forms_of_the_call_live_side_by_side() -> None:
                 with torch.no_grad():
                     got = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
                     equal(got, eager(input_ids=ids, use_cache=False, logits_to_keep=keep).logits)
-    assert fgc.report(model).compiles == 3
+    assert fgc.report(model).compiles == 1
     assert replays(model) == 16
 
 

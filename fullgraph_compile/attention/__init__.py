@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.attention.base import AttentionBackend, Sentinel
-from fullgraph_compile.attention.reference import ReferenceAttention, attend
+from fullgraph_compile.attention.flash_attn import FlashAttnBackend
+from fullgraph_compile.attention.flashinfer import FlashInferAttention, FlashInferFA2, FlashInferFA3
+from fullgraph_compile.attention.reference import ReferenceAttention, attend, keys_given
 from fullgraph_compile.attention.triton import TritonAttention
 from fullgraph_compile.attention.varlen import VarlenAttention
 from fullgraph_compile.batch import StaticBatch, active_batch
@@ -127,10 +129,13 @@ def direct_attention(
     """What the op computes outside of a compiled body: the requests of the active batch, else one of all rows.
 
     Raises:
-        ValueError: the active batch does not describe these rows.
+        ValueError: the active batch does not describe these rows, or it has a KV cache, which only a compiled body
+            reads.
     """
     q_lens, k_lens = [q.shape[0]], [k.shape[0]]
     batch = active_batch()
+    if batch is not None and batch.cache is not None:
+        raise ValueError(f"{batch!r} has a KV cache, but attention was called outside of a compiled body")
     if batch is not None:
         q_lens = list(batch.new_tokens)
         k_lens = [n + c for n, c in zip(batch.new_tokens, batch.cached_tokens, strict=True)]
@@ -140,18 +145,26 @@ def direct_attention(
                 f"{sum(q_lens)} new and {sum(k_lens) - sum(q_lens)} cached tokens"
             )
     static = _static_of(q_lens, k_lens, q.device)
-    return attend(q, k, v, sinks, slopes, scale=scale, left=left, right=right, softcap=softcap, static=static)
+    return attend(
+        q, keys_given(k, v, static), sinks, slopes, scale=scale, left=left, right=right, softcap=softcap, static=static
+    )
 
 
 def _static_of(q_lens: list[int], k_lens: list[int], device: torch.device) -> StaticBatch:
     """Metadata at exact size, in memory of its own."""
     q, k = torch.tensor(q_lens, dtype=torch.int32), torch.tensor(k_lens, dtype=torch.int32)
     cu_q, cu_k = (torch.nn.functional.pad(t.cumsum(0, dtype=torch.int32), (1, 0)) for t in (q, k))
-    vectors = (cu_q, cu_k, q, k, torch.cat([cu_q, cu_q[-1:]]), torch.cat([cu_k, cu_k[-1:]]), cu_q[-1:])
-    return StaticBatch(sum(q_lens), len(q_lens), max(2, *q_lens), max(1, *k_lens), *(t.to(device) for t in vectors))
+    vectors = {
+        "cu_q": cu_q, "cu_k": cu_k, "q_lens": q, "k_lens": k, "pad_cu_q": torch.cat([cu_q, cu_q[-1:]]),
+        "pad_cu_k": torch.cat([cu_k, cu_k[-1:]]), "num_real_tokens": cu_q[-1:],
+    }  # fmt: skip
+    bounds = {"tokens": sum(q_lens), "slots": len(q_lens), "max_q": max(2, *q_lens), "max_k": max(1, *k_lens)}
+    return StaticBatch(**bounds, **{name: t.to(device) for name, t in vectors.items()})  # type: ignore[arg-type]
 
 
 register(ReferenceAttention.name, ReferenceAttention)
 register(TritonAttention.name, TritonAttention)
 register(VarlenAttention.name, VarlenAttention)
+for _kind in (FlashInferAttention, FlashInferFA2, FlashInferFA3, FlashAttnBackend):
+    register(_kind.name, _kind)
 set_direct_attention(direct_attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,19 +34,35 @@ class AttentionBackend(ABC):
 
     ``name`` is what ``attention=`` takes.  ``sentinel`` has no default: staging writes what the backend declares, so
     one that says nothing cannot be registered.
+
+    Attributes:
+        paged: it reads keys from the pages of a KV cache.
+        packed: it reads keys that are given as arguments, where there is no cache.
     """
 
     name: ClassVar[str]
     sentinel: ClassVar[Sentinel]
+    paged: ClassVar[bool] = False
+    packed: ClassVar[bool] = True
 
     @abstractmethod
     def supports(self, site: AttentionSite, device: torch.device) -> list[str]:
         """Why the backend cannot serve a site on a device, each reason in words; empty = it can."""
 
-    def plan(self, batch: PrefillBatch, static: StaticBatch) -> None:  # noqa: B027
+    def supports_pages(self, page_size: int, device: torch.device) -> list[str]:
+        """Why the backend cannot read a KV cache with pages of ``page_size`` tokens; empty = it can."""
+        return [] if self.paged else ["it reads no KV cache"]
+
+    def plan(self, batch: PrefillBatch, static: StaticBatch, sites: Sequence[AttentionSite]) -> None:  # noqa: B027
         """Prepare a call on the host, outside of the graph, after ``static`` was staged.  By default nothing.
 
-        What the graph reads must be written in place: its addresses were fixed at capture.
+        It must not wait for the device.  What the graph reads must be written in place: its addresses were fixed at
+        capture.
+
+        Args:
+            batch: the requests.
+            static: the metadata that the call will read; of a bucket always the same object.
+            sites: all sites of the body.
         """
 
     @abstractmethod
@@ -66,7 +83,9 @@ class AttentionBackend(ABC):
 
         Args:
             q: ``[static.tokens, heads, head_size]``; rows past the real total hold anything, NaN too.
-            k: ``[key rows, kv_heads, head_size]``, requests laid out by ``static.cu_k``; so is ``v``.
+            k: ``[key rows, kv_heads, head_size]``, requests laid out by ``static.cu_k``; so is ``v``.  With a cache
+                these are the new rows only, which are in the cache already: keys are read from
+                ``static.cache.k[site.index]``, through ``static.page_table``.
             v: ``[key rows, kv_heads, value_head_size]``.
             sinks: ``[heads]`` or None.
             slopes: ``[heads]`` or None.

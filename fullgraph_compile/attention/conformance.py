@@ -227,7 +227,7 @@ class _Battery:
         page_size, no_pages = self._page_size()
         battery = probes(lambda changes: not self._unsupported((changes,)), self.others)
         jobs: dict[str, tuple[Probe, int | None]] = {}
-        for probe in battery if getattr(self.kind, "packed", True) else ():
+        for probe in battery if self.kind.packed else ():
             if "packed" in probe.layouts:
                 jobs[probe.name] = (probe, None)
         for probe in battery if page_size else ():
@@ -276,13 +276,12 @@ class _Battery:
         return "; ".join(dict.fromkeys(why))
 
     def _unsupported_pages(self, page_size: int) -> str:
-        """What a backend says of a page size, if it has anything to say of it."""
-        supports = getattr(self.kind(), "supports_pages", None)
-        return "; ".join(supports(self.base, page_size, self.device)) if supports is not None else ""
+        """What a backend says of a page size."""
+        return "; ".join(self.kind().supports_pages(page_size, self.device))
 
     def _page_size(self) -> tuple[int | None, str]:
         """The page size of all probes but those that are named after another one; or why there is none."""
-        if not getattr(self.kind, "paged", False):
+        if not self.kind.paged:
             return None, "it reads no paged cache"
         if self.base.dtype == torch.float64:
             return None, "a paged cache holds no float64"

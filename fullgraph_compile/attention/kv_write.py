@@ -8,12 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullgraph_compile.batch import StaticBatch
+from fullgraph_compile.ops import AttentionSite
+
 # Elements of K, and as many of V, that one program of the kernel holds in registers.
 _ELEMENTS = 2048
 
 # Triton's language, as the kernel below names it.  Set when the kernel is first made, as a machine without Triton has
 # none.
 tl: Any = None
+
+
+def write_site(k: Tensor, v: Tensor, site: AttentionSite, static: StaticBatch) -> None:
+    """Write the new rows of one site into the cache of a batch, which has one."""
+    assert static.cache is not None and static.slot_ids is not None
+    write_kv(k, v, static.cache.k[site.index], static.cache.v[site.index], static.slot_ids, static.num_real_tokens)
 
 
 @torch.no_grad()

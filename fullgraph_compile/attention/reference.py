@@ -29,6 +29,7 @@ class ReferenceAttention(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     sentinel: ClassVar[Sentinel] = Sentinel()
+    paged: ClassVar[bool] = True
 
     def supports(self, site: AttentionSite, device: torch.device) -> list[str]:
         if not site.dtype.is_floating_point:
@@ -45,10 +46,46 @@ class ReferenceAttention(AttentionBackend):
         site: AttentionSite,
         static: StaticBatch,
     ) -> Tensor:
+        keys = keys_given(k, v, static) if static.cache is None else keys_in_pages(site, static)
         return attend(
-            q, k, v, sinks, slopes,
+            q, keys, sinks, slopes,
             scale=site.scale, left=site.left, right=site.right, softcap=site.softcap, static=static,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Keys:
+    """K and V in rows, each request's rows one after another.
+
+    Attributes:
+        k: ``[key rows, kv_heads, head_size]``.
+        v: ``[key rows, kv_heads, value_head_size]``.
+        starts: ``[R]`` int64, the first row of each request.
+        unused: ``[key rows]`` bool, rows that are no key of a request; they hold anything.
+    """
+
+    k: Tensor
+    v: Tensor
+    starts: Tensor
+    unused: Tensor
+
+
+def keys_given(k: Tensor, v: Tensor, static: StaticBatch) -> Keys:
+    """Keys that came as arguments, laid out by ``cu_k``."""
+    return Keys(k, v, static.cu_k[:-1].long(), torch.arange(k.shape[0], device=k.device) >= static.cu_k[-1])
+
+
+def keys_in_pages(site: AttentionSite, static: StaticBatch) -> Keys:
+    """Keys of a site in the cache of the batch: as many rows for each request as its pages could hold."""
+    assert static.cache is not None and static.page_table is not None
+    slots, columns = static.page_table.shape
+    # A legal table changes nothing here; an illegal one gives wrong values, and no read out of bounds.
+    pages = static.page_table.long().clamp(0, static.cache.pages - 1).flatten()
+    k, v = (pool[site.index][pages].flatten(0, 1) for pool in (static.cache.k, static.cache.v))
+    rows = columns * static.cache.page_size
+    starts = torch.arange(slots, device=k.device) * rows
+    unused = torch.arange(rows, device=k.device) >= static.k_lens[:, None]
+    return Keys(k, v, starts, unused.flatten())
 
 
 @dataclass(frozen=True)
@@ -69,8 +106,7 @@ class _Seen:
 
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: Keys,
     sinks: Tensor | None,
     slopes: Tensor | None,
     *,
@@ -87,27 +123,26 @@ def attend(
 
     Args:
         q: ``[tokens, heads, head_size]``, any float dtype and device.
-        k: ``[key rows, kv_heads, head_size]``; ``heads`` is a multiple of ``kv_heads``.
-        v: ``[key rows, kv_heads, value_head_size]``.
+        keys: its ``kv_heads`` divide ``heads``.
         sinks: ``[heads]`` or None.
         slopes: ``[heads]`` or None.
         scale, left, right, softcap: as ``full_prefill::attention`` takes them.
-        static: reads ``cu_q``, ``cu_k``, ``q_lens`` and ``k_lens``.
+        static: reads ``cu_q``, ``q_lens`` and ``k_lens``.
 
     Returns:
         ``[tokens, heads, value_head_size]`` in the dtype of ``q``, contiguous; zeros where a row sees no key.
     """
+    k, v = keys.k, keys.v
     tokens, heads, _ = q.shape
     key_rows, kv_heads, value_size = v.shape
     if not tokens or not key_rows:
         return q.new_zeros(tokens, heads, value_size)
-    seen = _seen(static, tokens, key_rows, left, right)
+    seen = _seen(static, keys, tokens, left, right)
     wide = torch.promote_types(q.dtype, torch.float32)
 
     # A masked NaN is still a NaN once it is multiplied by its weight of 0, so no such row enters the products, and no
-    # padded row; the queries that do see a broken row get its NaN back below.
-    padded = torch.arange(key_rows, device=k.device) >= static.cu_k[-1]
-    broken = ~(k.isfinite().all(-1) & v.isfinite().all(-1)) | padded[:, None]
+    # unused row; the queries that do see a broken row get its NaN back below.
+    broken = ~(k.isfinite().all(-1) & v.isfinite().all(-1)) | keys.unused[:, None]
     k = k.to(wide).masked_fill(broken[..., None], 0.0)
     v = v.to(wide).masked_fill(broken[..., None], 0.0)
 
@@ -125,8 +160,8 @@ def attend(
     return out.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype).contiguous()
 
 
-def _seen(static: StaticBatch, tokens: int, key_rows: int, left: int, right: int) -> _Seen:
-    cu_q, cu_k = static.cu_q.long(), static.cu_k.long()
+def _seen(static: StaticBatch, keys: Keys, tokens: int, left: int, right: int) -> _Seen:
+    cu_q, key_rows = static.cu_q.long(), keys.k.shape[0]
     q_lens, k_lens = static.q_lens.long(), static.k_lens.long()
     rows = torch.arange(tokens, device=cu_q.device)
     # How many requests end at or before a row.  Unused slots end at the real total: padded rows get the slot count.
@@ -134,7 +169,7 @@ def _seen(static: StaticBatch, tokens: int, key_rows: int, left: int, right: int
     padded = request >= q_lens.shape[0]
     request = request.clamp(max=q_lens.shape[0] - 1)
 
-    start, length = cu_k[request], k_lens[request]
+    start, length = keys.starts[request], k_lens[request]
     position = rows - cu_q[request] + length - q_lens[request]
     first = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
     end = length if right < 0 else torch.minimum(position + right + 1, length)

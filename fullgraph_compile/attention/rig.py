@@ -216,7 +216,7 @@ class _Rig:
         rows = [self._write_values(i, bucket.inputs[i], batch, keys, slots) for i in range(len(self.sites))]
         more: dict[str, Any] = {"cache": self.cache, "pages": pages} if self.cache is not None else {}
         cached = [k - n for k, n in zip(keys, batch.new, strict=True)]
-        self.backend.plan(PrefillBatch(list(batch.new), cached, device=self.device, **more), bucket.static)
+        self.backend.plan(PrefillBatch(list(batch.new), cached, device=self.device, **more), bucket.static, self.sites)
         return rows
 
     def _pages(self, batch: Batch, keys: Sequence[int]) -> tuple[list[list[int]], list[Tensor]]:

@@ -23,6 +23,9 @@ _TYPICAL_PREFIX = 4096
 _MIN_CHUNK = 256
 _MAX_CHUNKS = 16
 
+# Programs of a launch with split keys, for each multiprocessor; each takes several chunks if there are more.
+_PROGRAMS = 2
+
 # Up to so many rows a launch is all latency, and small tiles have less of it.
 _FEW_ROWS = 256
 
@@ -100,6 +103,7 @@ class TritonAttention(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     sentinel: ClassVar[Sentinel] = Sentinel()
+    paged: ClassVar[bool] = True
 
     def __init__(self) -> None:
         # Every buffer that a graph may know stays: a larger one is made beside it.
@@ -130,13 +134,12 @@ class TritonAttention(AttentionBackend):
         if not q.shape[0]:
             return out
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        cache = getattr(static, "cache", None)
+        cache, table = static.cache, static.page_table
         if cache is None:
             # Rows of one long page, so to say: requests find theirs by cu_k.
-            pages, page_size, table, max_k = (k[None], v[None]), 0, None, min(static.max_k, k.shape[0])
+            pages, page_size, max_k = (k[None], v[None]), 0, min(static.max_k, k.shape[0])
         else:
             pages, page_size, max_k = (cache.k[site.index], cache.v[site.index]), cache.page_size, static.max_k
-            table = static.page_table  # type: ignore[attr-defined]
         config = choose_config(site, q.shape[0], max_k, *_device_limits(q.device))
         # Triton launches on the current device, which need not be the model's.
         with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
@@ -165,7 +168,7 @@ class TritonAttention(AttentionBackend):
         programs = tiles * site.kv_heads
         parts = stats = arrived = None
         if config.chunk:
-            programs = min(programs * config.chunks, 2 * _device_limits(q.device)[0])
+            programs = min(programs * config.chunks, _PROGRAMS * _device_limits(q.device)[0])
             rows = config.chunks * tokens * heads
             parts = self._buffer("parts", rows * site.value_head_size, torch.float32, q.device)
             stats = self._buffer("stats", rows * 2, torch.float32, q.device)

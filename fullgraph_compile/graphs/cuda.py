@@ -86,7 +86,7 @@ class CudaGraphRecorder(GraphRecorder):
         self._pool: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._open: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
-        self._unwound = 0
+        self._broken: list[tuple[int, int]] = []  # pools that a broken capture was in
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -160,10 +160,12 @@ class CudaGraphRecorder(GraphRecorder):
             graph.capture_end()
             return None
         except RuntimeError as error:
-            self._unwound += 1
             # torch 2.11 leaves the allocator in the pool when the capture was broken; later ones do not, and say so.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            # Even so 2.11 lets no other capture begin in that pool: later ones get another.
+            self._broken.append(self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
             self._restore_random(random)
             return error
 
@@ -201,19 +203,18 @@ class CudaGraphRecorder(GraphRecorder):
             self._give_back = None
 
     def _release_broken(self) -> None:
-        """Let go of the pool for captures that were broken: up to torch 2.13 resetting them does not.
+        """Let go of the pools of captures that were broken: up to torch 2.13 resetting them does not.
 
         Whether it did is seen by what is left: memory that nobody uses and that stays is held by such captures.
         """
         torch.cuda.empty_cache()
-        for _ in range(self._unwound):
-            segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self._pool)]
-            if all(s["active_size"] for s in segments):
-                break
-            with suppress(RuntimeError):
-                torch._C._cuda_releasePool(self.device.index, self._pool)
-            torch.cuda.empty_cache()
-        self._unwound = 0
+        for pool in self._broken:
+            segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+            if not all(s["active_size"] for s in segments):
+                with suppress(RuntimeError):
+                    torch._C._cuda_releasePool(self.device.index, pool)
+                torch.cuda.empty_cache()
+        self._broken.clear()
 
 
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,25 @@ class NotServed(Exception):
         self.detail = detail
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A call as a trace takes it.
+
+    Attributes:
+        call: arguments by name, in their one canonical form.
+        batch: what the call is for; None leaves it to the masks of the traced graph.
+        back: from the result to what the caller expects; None = it is that.
+        device_reads: how often the device was read to tell requests apart.
+        padded: whether the caller's own form is a padded batch, which means the same without a batch.
+    """
+
+    call: dict[str, Any]
+    batch: PrefillBatch | None = None
+    back: Callable[[Any], Any] | None = None
+    device_reads: int = 0
+    padded: bool = False
+
+
 class PlainModule:
     """A module of which nothing is known but its forward.
 
@@ -31,9 +51,6 @@ class PlainModule:
     # torch's own attention, which cannot be traced with an unbacked token count.
     op_attention = False
 
-    # Whether the module takes a restart of ``position_ids`` for a new request where no batch says so.
-    restarts_are_requests = False
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.forward = module.forward
@@ -43,20 +60,33 @@ class PlainModule:
         """Within it, the module's attention calls are the op."""
         yield
 
+    def traceable(self) -> Callable[..., Any]:
+        """What is traced: the forward as a function of the module and the canonical arguments by name."""
+        forward = self.forward
+        return getattr(forward, "__func__", None) or (lambda module, **kwargs: forward(**kwargs))
+
+    def learn(self, given: dict[str, Any]) -> None:
+        """Ask the module what it means by a call, before the first one, whose arguments are ``given``."""
+
     def prepare(self, call: dict[str, Any]) -> None:
-        """Look at the module before it is traced the first time; ``call`` holds the arguments of that call.
+        """Look at the module before a form of the call is traced the first time.
 
         Raises:
             NotServed: the module cannot be captured.
         """
 
-    def canonical(self, call: dict[str, Any], batch: PrefillBatch | None) -> dict[str, Any]:
+    def bind(self, given: dict[str, Any], active: PrefillBatch | None) -> Bound:
         """The call in its one canonical form: arguments by name, nothing that has no effect.
+
+        Args:
+            given: the arguments by name.
+            active: the batch that the caller is inside of.
 
         Raises:
             NotServed: the call has an argument that a graph cannot serve.
+            ValueError: the batch does not describe the call.
         """
-        return call
+        return Bound(given, active)
 
     def token_dims(self, call: dict[str, Any]) -> dict[str, int]:
         """Token dim of each argument that has one: dim 1 of ``[1, T, ...]``, dim 0 of ``[T, ...]``.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 from fullgraph_compile import ops
 from fullgraph_compile.batch import PrefillBatch, no_active_batch
 from fullgraph_compile.dispatch import Reason
-from fullgraph_compile.integrations.plain import NotServed, PlainModule
+from fullgraph_compile.integrations import hf_facts
+from fullgraph_compile.integrations.hf_facts import COLUMNS, REAL, Facts, allowed, error, leading
+from fullgraph_compile.integrations.packing import Spans
+from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule
 from fullgraph_compile.report import log
 
 # A name that transformers' mask registry does not know: no mask is built for it, as the op makes its own.
@@ -82,133 +86,249 @@ def attention_function(
 
 
 class TransformersModule(PlainModule):
-    """A ``PreTrainedModel``: its attention is switched to the op by name while it is traced."""
+    """A ``PreTrainedModel`` without a head: its attention is switched to the op by name while it is traced.
+
+    Args:
+        module: the model's body.
+        whole: the model with its head, or the body itself.
+
+    Attributes:
+        facts: what the model means by a call; None before the first one.
+    """
 
     op_attention = True
     not_tokens = frozenset({"logits_to_keep"})
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, whole: nn.Module) -> None:
         super().__init__(module)
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_function)
+        self.name = type(whole).__name__
+        self.names = list(inspect.signature(module.forward).parameters)
+        self.facts: Facts | None = None
+        self._whole_pools = whole is not module and any(part in self.name for part in _POOLING)
+        config: Any = module.config
+        decodes = bool(getattr(config, "is_decoder", False))
+        self._causal = decodes or any(getattr(m, "is_causal", False) for m in module.modules())
         self._configs = _configs(module)
-        parameters = inspect.signature(module.forward).parameters
-        self._takes_positions = "position_ids" in parameters
-        self._takes_cache = "use_cache" in parameters or any(
-            p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-        )
+        self._prepared = False
+        self._primed: set[Any] = set()
+        # Rule of the positions by where the padding is; False = calls with such padding are not served.
+        self._rules: dict[bool, str | bool | None] = {}
+        self._lock = threading.RLock()
 
     @contextmanager
     def attention(self, name: str = ATTENTION) -> Iterator[None]:
         # Straight into the config's dict: its own attribute access costs more than the rest of a call's checks.
         before = [config["_attn_implementation_internal"] for config in self._configs]
+        # A pooler reads the first row of each request, which are not the first rows of a packed call.
+        pools = self.facts is not None and self.facts.pooler is not None
+        pooler = self.module._modules.get("pooler") if pools and name == ATTENTION else None
         try:
+            if pooler is not None:
+                self.module._modules["pooler"] = None
             for config in self._configs:
                 config["_attn_implementation_internal"] = name
             yield
         finally:
+            if pooler is not None:
+                self.module._modules["pooler"] = pooler
             for config, old in zip(self._configs, before, strict=True):
                 config["_attn_implementation_internal"] = old
 
-    def canonical(self, call: dict[str, Any], batch: PrefillBatch | None) -> dict[str, Any]:
-        call = {k: v for k, v in call.items() if v is not None}
-        mask = call.get("attention_mask")
-        if mask is not None:
-            raise NotServed(Reason.MASK, f"attention_mask of shape {tuple(getattr(mask, 'shape', ()))}")
-        for name in ("past_key_values", "labels", "output_attentions"):
-            if call.get(name):
-                raise NotServed(Reason.ARGUMENTS, f"{name} is given")
-        if self._uses_cache(call):
-            raise NotServed(Reason.ARGUMENTS, "use_cache is on: give use_cache=False, as a prefill keeps no such cache")
-        tokens = call.get("input_ids", call.get("inputs_embeds"))
-        wants = self._takes_positions and "position_ids" not in call
-        if wants and isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[0] == 1:
-            call["position_ids"] = self._positions(tokens, batch)
-        return call
+    def traceable(self) -> Callable[..., Any]:
+        from fullgraph_compile.integrations.hf_cache import keeping_keys
 
-    def _uses_cache(self, call: dict[str, Any]) -> bool:
-        if not self._takes_cache:
-            return False
-        if "use_cache" in call:
-            return bool(call["use_cache"])
-        return bool(getattr(self.module.config, "use_cache", False))
+        return keeping_keys(super().traceable())
 
-    @staticmethod
-    def _positions(tokens: Tensor, batch: PrefillBatch | None) -> Tensor:
-        """Positions are always given, so that calls with and without them are one graph."""
-        if batch is not None and batch.tokens == tokens.shape[1]:
-            return batch.position_ids[None]
-        return torch.arange(tokens.shape[1], device=tokens.device)[None]
+    def token_dims(self, call: dict[str, Any]) -> dict[str, int]:
+        dims = super().token_dims(call)
+        if "position_ids" in call:
+            # Its axes may be as many as the tokens.
+            dims["position_ids"] = call["position_ids"].dim() - 1
+        return dims
+
+    def bind(self, given: dict[str, Any], active: PrefillBatch | None) -> Bound:
+        from fullgraph_compile.integrations.hf_front import bind
+
+        return bind(self, given, active)
+
+    # -- what the model means --------------------------------------------------------------------------------------
+
+    @property
+    def reads_first_column(self) -> bool:
+        """Whether something on top of the hidden states reads the first column of a padded batch."""
+        pools = self.facts is not None and self.facts.pooler is not None
+        return (pools or self._whole_pools) and not self._causal
+
+    def learn(self, given: dict[str, Any]) -> None:
+        leads = [n for n in ("input_ids", "inputs_embeds") if isinstance(given.get(n), Tensor)]
+        if self.facts is not None or len(leads) != 1:
+            return
+        with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS):
+            if self.facts is None:
+                self.facts = hf_facts.learn(self.module, self.forward, self.names, leads[0], given[leads[0]])
+
+    def positions_for(self, spans: Spans) -> str | None:
+        """What the model takes for positions of a padded batch where none are given: a rule of ``hf_facts``, or
+        "ranks", which counts real tokens; None = none are given to it.
+
+        Raises:
+            NotServed: padding means something to this model that no rule explains.
+        """
+        if "position_ids" not in self.names:
+            rule: str | None = None
+        else:
+            rule = "columns" if self.facts is None else self.facts.positions
+        if spans.dense or self.facts is None:
+            return rule
+        left = spans.left
+        if left not in self._rules:
+            with self._lock:
+                self._rules[left] = self._rule_of_padding(left, [rule, "ranks"] if rule == "columns" else [rule])
+        found = self._rules[left]
+        if found is False:
+            side = "left" if left else "right"
+            raise NotServed(Reason.MASK, f"{side} padding changes what {self.name} computes for its real tokens")
+        return found  # type: ignore[return-value]
+
+    def _rule_of_padding(self, left: bool, rules: list[str | None]) -> str | bool | None:
+        """The first rule by which a padded request, packed through the op, equals the model's own call."""
+        device = next(self.module.parameters()).device
+        lead, sample = "input_ids", torch.zeros(1, dtype=torch.long, device=device)
+        tokens = hf_facts.small_tokens(self.module, lead, sample, REAL)
+        padding = tokens.new_full((1, COLUMNS - REAL), max(hf_facts.padding_id(self.module), 0))
+        parts = [(padding, 0), (tokens, 1)] if left else [(tokens, 1), (padding, 0)]
+        ids = torch.cat([p for p, _ in parts], dim=1)
+        mask = torch.cat([torch.full_like(p, real) for p, real in parts], dim=1)
+        start = COLUMNS - REAL if left else 0
+        sites: list[str] = []
+        with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
+            for implementation in (None, "eager"):
+                with self.attention(implementation) if implementation else _as_it_is():
+                    want = leading(self.forward(input_ids=ids, attention_mask=mask))[:, start : start + REAL]
+                for rule in rules:
+                    call: dict[str, Any] = {}
+                    if rule == "ranks":
+                        call["position_ids"] = torch.arange(REAL, device=device)[None]
+                    elif rule is not None:
+                        found = hf_facts.default_positions(rule, self.module, ids, COLUMNS, device)
+                        assert found is not None
+                        call["position_ids"] = found[:, start : start + REAL]
+                    with self.attention(), counting_sites(sites), PrefillBatch([REAL], device=device):
+                        got = leading(self.forward(input_ids=tokens, **call))
+                    self._check_sites(sites)
+                    if error(got, want) <= allowed(got):
+                        return rule
+        return False
+
+    # -- before a trace ------------------------------------------------------------------------------------------
 
     def prepare(self, call: dict[str, Any]) -> None:
-        """Prime and check: two short packed requests through the op, against the user's own attention, each alone.
+        """Prime each form of the call, and check the model once.
 
-        The eager call also installs what transformers installs at first use, which would not trace.
+        transformers installs hooks at the first call that asks for more outputs, which would not trace.
         """
-        lengths = (5, 4)
+        form = frozenset((k, v) for k, v in call.items() if isinstance(v, (bool, str)))
+        if self._prepared and form in self._primed:
+            return
+        with self._lock:
+            small = self._small_call(call, REAL)
+            if self._prepared:
+                with torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS):
+                    self.forward(**small)
+            else:
+                self._check(call)
+                self._prepared = True
+            self._primed.add(form)
+
+    def _check(self, call: dict[str, Any]) -> None:
+        """Two short packed requests through the op, against the user's own attention, each alone."""
+        lengths = (REAL, 4)
         calls = [self._small_call(call, n) for n in lengths]
-        packed = {
-            k: torch.cat([c[k] for c in calls], dim=1) if isinstance(v, Tensor) else v for k, v in calls[0].items()
-        }
+        dims = self.token_dims(calls[0])
+        packed = {k: torch.cat([c[k] for c in calls], dim=dims[k]) if k in dims else v for k, v in calls[0].items()}
+        device = next(v.device for v in call.values() if isinstance(v, Tensor))
         sites: list[str] = []
-        with torch.no_grad(), no_active_batch():
-            with self.attention(), counting_sites(sites), PrefillBatch(lengths, device=_device_of(packed)):
-                got = self._leading_tensor(self.forward(**packed))
-            if not sites:
-                raise NotServed(
-                    Reason.NO_SITES,
-                    f"{type(self.module).__name__} never calls transformers' attention interface, so its attention "
-                    "cannot be marked",
-                )
+        with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
+            with self.attention(), counting_sites(sites), PrefillBatch(lengths, device=device):
+                got = leading(self.forward(**packed))
+            self._check_sites(sites)
             # Some of transformers' implementations drop what others compute (sdpa: the soft cap), so the model's
             # eager attention is a second opinion.
             alone = self._alone(calls)
-            together = self._leading_tensor(self.forward(**packed))
-            self.restarts_are_requests = _error(together, alone) <= _allowed(got)
-            errors = [_error(got, alone)]
-            if not errors[-1] <= _allowed(got):
+            errors = [error(got, alone)]
+            if not errors[-1] <= allowed(got):
                 with self.attention("eager"):
-                    errors.append(_error(got, self._alone(calls)))
-        if not errors[-1] <= _allowed(got):
+                    errors.append(error(got, self._alone(calls)))
+        if not errors[-1] <= allowed(got):
             raise NotServed(
                 Reason.ATTENTION,
                 f"two packed requests differ from each alone by {errors[0]:.2g} of the largest value: "
-                f"{type(self.module).__name__} masks or mixes in a way that its attention calls do not say",
+                f"{self.name} masks or mixes in a way that its attention calls do not say",
             )
         if len(errors) > 1:
             log.info(
                 "%s: replays equal its eager attention; the implementation that was set differs from that by %.2g",
-                type(self.module).__name__,
+                self.name,
                 errors[0],
+            )
+
+    def _check_sites(self, sites: list[str]) -> None:
+        if not sites:
+            raise NotServed(
+                Reason.NO_SITES,
+                f"{self.name} never calls transformers' attention interface, so its attention cannot be marked",
             )
 
     def _alone(self, calls: list[dict[str, Any]]) -> Tensor:
         """Each request in a call of its own, rows put together."""
-        return torch.cat([self._leading_tensor(self.forward(**c)) for c in calls], dim=1)
+        return torch.cat([leading(self.forward(**c)) for c in calls], dim=1)
 
     def _small_call(self, call: dict[str, Any], tokens: int) -> dict[str, Any]:
         """The same kind of call with ``tokens`` tokens of one request, and all rows returned."""
         small: dict[str, Any] = {}
-        generator = torch.Generator().manual_seed(tokens)
+        dims = self.token_dims(call)
         for name, value in call.items():
-            if name == "logits_to_keep":
+            if name in ("logits_to_keep", "use_cache"):
                 continue
-            if name == "input_ids":
-                config: Any = self.module.config
-                vocabulary = config.get_text_config().vocab_size
-                small[name] = torch.randint(vocabulary, (1, tokens), generator=generator).to(value)
+            if name in ("input_ids", "inputs_embeds"):
+                small[name] = hf_facts.small_tokens(self.module, name, value, tokens)
             elif name == "position_ids":
-                small[name] = torch.arange(tokens, device=value.device).expand(*value.shape[:-1], tokens)
-            elif name == "inputs_embeds":
-                small[name] = torch.randn((1, tokens, value.shape[-1]), generator=generator).to(value)
+                small[name] = self._small_positions(value, tokens)
+            elif name in dims:
+                shape = list(value.shape)
+                shape[dims[name]] = tokens
+                small[name] = value.narrow(dims[name], 0, 1).expand(shape)
             else:
                 small[name] = value
         return small
 
-    @staticmethod
-    def _leading_tensor(output: Any) -> Tensor:
-        return output if isinstance(output, Tensor) else output[0]
+    def _small_positions(self, like: Tensor, tokens: int) -> Tensor:
+        past = hf_facts.padding_id(self.module) + 1 if self.facts and self.facts.positions == "ids" else 0
+        return (torch.arange(tokens, device=like.device) + past).expand(*like.shape[:-1], tokens)
+
+
+# Heads of two-sided models that read one row of each request, by the class's name.
+_POOLING = ("SequenceClassification", "MultipleChoice", "NextSentence", "ForPreTraining")
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def refusing(reason: Reason) -> Iterator[None]:
+    """Small calls of our own that the model cannot make: the user's call then runs as it is."""
+    try:
+        yield
+    except NotServed:
+        raise
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise NotServed(reason, f"a small call to learn from failed: {type(error).__name__}: {first}") from error
 
 
 @contextmanager
@@ -225,21 +345,6 @@ def counting_sites(sites: list[str]) -> Iterator[None]:
         yield
     finally:
         ops.set_direct_attention(before)
-
-
-def _error(got: Tensor, want: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
-    if got.shape != want.shape:
-        return float("inf")
-    return float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-6))
-
-
-def _allowed(got: Tensor) -> float:
-    return 1e-3 if got.dtype in (torch.float32, torch.float64) else 0.1
-
-
-def _device_of(call: dict[str, Any]) -> torch.device:
-    return next(v.device for v in call.values() if isinstance(v, Tensor))
 
 
 def _configs(module: nn.Module) -> list[dict[str, Any]]:

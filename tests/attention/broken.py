@@ -12,7 +12,7 @@ from torch import Tensor
 from fullgraph_compile.attention.base import AttentionBackend, Sentinel
 from fullgraph_compile.attention.dense import Operands
 from fullgraph_compile.attention.probes import FEATURES, Drop
-from fullgraph_compile.attention.reference import attend
+from fullgraph_compile.attention.reference import attend, keys_given
 from fullgraph_compile.ops import AttentionSite
 
 
@@ -31,7 +31,7 @@ class Sound(AttentionBackend):
             k, v, static = self.gather(site, static)
         site, o, static = self.change(site, Operands(q, k, v, sinks, slopes), static)
         out = attend(
-            o.q, o.k, o.v, o.sinks, o.slopes,
+            o.q, keys_given(o.k, o.v, static), o.sinks, o.slopes,
             scale=site.scale, left=site.left, right=site.right, softcap=site.softcap, static=static,
         )  # fmt: skip
         return self.finish(out, o, static)
@@ -98,7 +98,7 @@ class _Copies(Sound):
 class PlansOncePerTotal(_Copies):
     total = -1
 
-    def plan(self, batch, static):
+    def plan(self, batch, static, sites):
         copy = self.copy(static)
         if batch.tokens != self.total:
             copy.copy_(static.k_lens)
@@ -106,7 +106,7 @@ class PlansOncePerTotal(_Copies):
 
 
 class LengthsOnlyGrow(_Copies):
-    def plan(self, batch, static):
+    def plan(self, batch, static, sites):
         copy = self.copy(static)
         copy.copy_(torch.maximum(copy, static.k_lens))
 
@@ -115,7 +115,7 @@ class FreezesMaxK(Sound):
     def __init__(self) -> None:
         self.longest: dict[int, tuple[Any, int]] = {}
 
-    def plan(self, batch, static):
+    def plan(self, batch, static, sites):
         self.longest.setdefault(static.k_lens.data_ptr(), (static, batch.longest))
 
     def change(self, site, operands, static):
@@ -132,7 +132,7 @@ class DecodesWithoutTheNewKey(Sound):
 class KnowsOneBucket(Sound):
     first: Any = None
 
-    def plan(self, batch, static):
+    def plan(self, batch, static, sites):
         self.first = self.first or static
 
     def change(self, site, operands, static):
@@ -248,7 +248,7 @@ class CausalFromTheFirstKey(Sound):
 class PlansPagesOncePerLengths(Sound):
     lengths: Any = None
 
-    def plan(self, batch, static):
+    def plan(self, batch, static, sites):
         if getattr(static, "cache", None) is None:
             return
         lengths = (batch.new_tokens, batch.cached_tokens)

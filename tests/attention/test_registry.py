@@ -41,14 +41,23 @@ class Odd(ReferenceAttention):
 
 
 def test_the_names_are_those_that_the_option_takes() -> None:
-    assert attention_names() == ("auto", "reference", "triton", "varlen")
+    assert attention_names() == (
+        "auto",
+        "flash_attn",
+        "flashinfer",
+        "flashinfer_fa2",
+        "flashinfer_fa3",
+        "reference",
+        "triton",
+        "varlen",
+    )
     register("odd", Odd)
     assert "odd" in attention_names()
 
 
 @pytest.mark.parametrize("name", ["flash", "", "Auto"])
 def test_an_unknown_name_is_an_error_with_the_valid_ones(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}' is not known; valid are 'auto', 'reference', 'triton', 'varlen'"):
+    with pytest.raises(ValueError, match=rf"'{name}' is not known; valid are 'auto', 'flash_attn', 'flashinfer', "):
         create_attention(name, [SITE], CPU)
     assert create_attention("auto", [SITE], CPU).name == "reference"
 

@@ -52,7 +52,7 @@ class Watched(ReferenceAttention):
     planned: list[tuple[list[int], StaticBatch]] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
-    def plan(self, batch: PrefillBatch, static: StaticBatch) -> None:
+    def plan(self, batch: PrefillBatch, static: StaticBatch, sites: Sequence[AttentionSite]) -> None:
         check_staged(batch, static)
         self.planned.append((list(batch.new_tokens), static))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason, ops
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
+from fullgraph_compile.ops import AttentionSite
 from tests.models import T2, Layer, tiny, tokens
 from tests.reports.cases import (
     DRESSES,
@@ -73,8 +75,8 @@ class TwoKernels(Watched):
     def kernel(static: StaticBatch) -> str:
         return "offsets" if static.max_k > 32 else "lengths"
 
-    def plan(self, batch: PrefillBatch, static: StaticBatch) -> None:
-        super().plan(batch, static)
+    def plan(self, batch: PrefillBatch, static: StaticBatch, sites: Sequence[AttentionSite]) -> None:
+        super().plan(batch, static, sites)
         table = self.tables.setdefault(id(static), torch.zeros(static.slots + 1, dtype=torch.int32))
         table.fill_(2**20)
         if self.kernel(static) == "offsets":

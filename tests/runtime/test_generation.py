@@ -22,14 +22,14 @@ def test_generate_of_a_compiled_model_is_right(part: str) -> None:
     for prompt in (ids[:1], ids):
         settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         assert torch.equal(model.generate(prompt, **settings), eager.generate(prompt, **settings))
-    assert not replays(model)
-    assert fgc.report(model).fallbacks
-    # And it still replays what it can.
+    # Its prefills are replayed; its decode steps are transformers' own.
+    assert replays(model) == 2
+    assert set(fgc.report(model).fallbacks) == {fgc.Reason.ARGUMENTS}
     with torch.no_grad():
         out = model.model(input_ids=ids[:1], use_cache=False) if part == "body" else run(model, 6)
         want = eager.model(input_ids=ids[:1], use_cache=False) if part == "body" else run(eager, 6)
     equal(out[0], want[0])
-    assert replays(model) == 1
+    assert replays(model) == 3
 
 
 def test_generate_of_a_model_compiled_by_torch_in_place_is_right() -> None:

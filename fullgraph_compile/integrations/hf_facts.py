@@ -1,0 +1,148 @@
+"""What a transformers model means by a call, learned from small eager calls of its own.
+
+A model's defaults differ: positions may count columns, real tokens, or ids that are not padding; some pool the first
+row, some keep a cache.  Each is asked once, and what no rule explains is left to the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Tokens of the small calls, and columns where they are padded.
+REAL, COLUMNS = 5, 8
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one model.
+
+    Attributes:
+        output: the class of its output.
+        positions: what it takes for positions where none are given: "columns" counts from 0 along the row, "ids"
+            counts ids other than the padding id, from past it, as RoBERTa does; None = it makes positions of its own.
+        restarts: whether it takes a restart of positions for a new request, where there is neither mask nor cache.
+        cache: the class of the cache that it makes with ``use_cache=True``, or None.
+        pooler: what makes ``pooler_output`` of padded hidden states; None = it has none, or one that is not known.
+    """
+
+    output: type[Any]
+    positions: str | None
+    restarts: bool
+    cache: type[Any] | None
+    pooler: Callable[[nn.Module, Tensor], Tensor] | None
+
+
+def learn(module: nn.Module, forward: Callable[..., Any], names: list[str], lead: str, sample: Tensor) -> Facts:
+    """Ask the model.
+
+    Args:
+        module: the model's body.
+        forward: its own forward.
+        names: parameters of the forward.
+        lead: "input_ids" or "inputs_embeds".
+        sample: that argument of the call at hand.
+    """
+    tokens = small_tokens(module, lead, sample, REAL)
+    out = forward(**{lead: tokens}, **({"use_cache": True} if "use_cache" in names else {}))
+    hidden = leading(out)
+    positions = None
+    if "position_ids" in names:
+        for rule in ("columns", "ids"):
+            given = default_positions(rule, module, tokens if lead == "input_ids" else None, REAL, tokens.device)
+            if (
+                given is not None
+                and error(leading(forward(**{lead: tokens}, position_ids=given)), hidden) <= allowed(hidden) / 100
+            ):
+                positions = rule
+                break
+    cache = out.get("past_key_values") if isinstance(out, dict) else None
+    made = None if cache is None else type(cache)
+    return Facts(type(out), positions, _restarts(forward, names, lead, tokens), made, _pooler(module, out))
+
+
+def _restarts(forward: Callable[..., Any], names: list[str], lead: str, tokens: Tensor) -> bool:
+    if "position_ids" not in names:
+        return False
+    once = torch.arange(REAL, device=tokens.device)[None] + 2
+    call: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+    alone = leading(forward(**{lead: tokens}, position_ids=once, **call))
+    twice = torch.cat([tokens, tokens], dim=1)
+    together = leading(forward(**{lead: twice}, position_ids=once.repeat(1, 2), **call))
+    return error(together, alone.repeat(1, 2, 1)) <= allowed(alone)
+
+
+def small_tokens(module: nn.Module, lead: str, sample: Tensor, count: int) -> Tensor:
+    """``[1, count]`` ids other than the padding id, or embeddings, like ``sample``."""
+    generator = torch.Generator().manual_seed(count)
+    if lead == "inputs_embeds":
+        return torch.randn((1, count, sample.shape[-1]), generator=generator).to(sample)
+    config: Any = module.config
+    ids = torch.randint(config.get_text_config().vocab_size, (1, count), generator=generator)
+    padding = padding_id(module)
+    return torch.where(ids == padding, max(padding - 1, 0) or padding + 1, ids).to(sample)
+
+
+def padding_id(module: nn.Module) -> int:
+    """The id that pads, or -1."""
+    config: Any = module.config
+    found = getattr(config.get_text_config(), "pad_token_id", None)
+    return -1 if found is None else int(found)
+
+
+def default_positions(
+    rule: str, module: nn.Module, ids: Tensor | None, columns: int, device: torch.device
+) -> Tensor | None:
+    """``[B, S]`` (or ``[1, S]``) positions of a padded batch by a rule; None where it says nothing."""
+    if rule == "columns":
+        return torch.arange(columns, device=device)[None]
+    past = padding_id(module)
+    if past < 0:
+        return None
+    if ids is None:
+        return torch.arange(columns, device=device)[None] + past + 1
+    real = ids.ne(past).long()
+    return real.cumsum(1) * real + past
+
+
+def leading(output: Any) -> Tensor:
+    """The hidden states."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    if got.shape != want.shape:
+        return float("inf")
+    return float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-6))
+
+
+def allowed(got: Tensor) -> float:
+    """How far two ways to compute hidden states may be apart."""
+    return 1e-3 if got.dtype in (torch.float32, torch.float64) else 0.1
+
+
+def _pooler(module: nn.Module, out: Any) -> Callable[[nn.Module, Tensor], Tensor] | None:
+    want = out.get("pooler_output") if isinstance(out, dict) else None
+    if want is None or not isinstance(getattr(module, "pooler", None), nn.Module):
+        return None
+    for pool in (_of_states, _of_first_row):
+        try:
+            got = pool(module, leading(out))
+        except (TypeError, RuntimeError, AttributeError, IndexError):
+            continue
+        if error(got, want) <= allowed(want) / 100:
+            return pool
+    return None
+
+
+def _of_states(module: nn.Module, hidden: Tensor) -> Tensor:
+    return module.pooler(hidden)  # type: ignore[operator]
+
+
+def _of_first_row(module: nn.Module, hidden: Tensor) -> Tensor:
+    return module.pooler_activation(module.pooler(hidden[:, 0]))  # type: ignore[operator]

@@ -1,0 +1,143 @@
+"""One form of a call traced, for any token count, and answered."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental import _config as symbolic_config
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+from fullgraph_compile.backend import compile_graph
+from fullgraph_compile.captured import CapturedGraph
+from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.fused_weights import FusedWeights
+from fullgraph_compile.integrations.plain import NotServed, PlainModule
+from fullgraph_compile.options import BadOption, Options
+from fullgraph_compile.report import Report
+from fullgraph_compile.variant import Variant, attributes, keep_guard, left_something, thin
+
+
+class Tracer:
+    """Traces calls of one module.
+
+    Args:
+        integration: what knows the module.
+        options: what the user chose.
+        report: compiles are counted there.
+        fused: joins the weights of linears that read the same input; None = they stay apart.
+    """
+
+    def __init__(
+        self, integration: PlainModule, options: Options, report: Report, fused: FusedWeights | None = None
+    ) -> None:
+        self.integration = integration
+        self.options = options
+        self.report = report
+        self.fused = fused
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """What a trace is made under: the op as the module's attention, and no gradients, whatever the caller has."""
+        with self.integration.attention(), torch.inference_mode(False), torch.no_grad():
+            yield
+
+    def trace(self, module: nn.Module, call: dict[str, Any]) -> tuple[Variant, Any]:
+        """Trace this form of the call, compile it, and answer the call itself.
+
+        An unbacked token count gives one trace for every size, where the module's code allows it.  Where it asks
+        something of the count, a backed one that is told nothing of its size may still give one.
+
+        Raises:
+            NotServed: neither traces.
+        """
+        refusal: NotServed | None = None
+        for unbacked in (True, False) if self.integration.op_attention else (False,):
+            try:
+                return self._trace(module, call, unbacked=unbacked)
+            except NotServed as error:
+                if error.reason is not Reason.NOT_TRACED:
+                    raise
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def _trace(self, module: nn.Module, call: dict[str, Any], *, unbacked: bool) -> tuple[Variant, Any]:
+        seen: list[Any] = []
+        outputs: list[Any] = []
+        failed: list[BadOption] = []
+
+        def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            try:
+                graph = compile_graph(gm, examples, self.options, self.report, self.fused)
+            except BadOption as error:
+                failed.append(error)
+                raise
+            if isinstance(graph, CapturedGraph):
+                graph.as_traced = None  # this body traces anew
+
+            def run(*args: Any) -> Any:
+                results = graph(*args)
+                if not seen:
+                    seen.extend((graph, args))
+                    outputs.extend(results)
+                return results
+
+            return run
+
+        marked = self.marked(call, unbacked=unbacked)
+        body = thin(self.integration.traceable())
+        traced = torch.compile(
+            body, backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": keep_guard}
+        )
+        before = attributes(module)
+        oblivious = symbolic_config.patch(backed_size_oblivious=not unbacked)  # type: ignore[attr-defined]
+        hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        with self.modes(), oblivious, hooks:
+            try:
+                result = traced(module, marked)
+            except (TorchDynamoException, ConstraintViolationError) as error:
+                if failed:
+                    raise failed[0] from None
+                raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from None
+        if not seen:
+            raise NotServed(Reason.NOT_TRACED, "nothing was traced")
+        variant = Variant(seen[0], traced, body.__code__, marked, unbacked, weakref.ref(module))
+        if not left_something(before):
+            variant.learn(seen[1], outputs, result)
+        if variant.direct and not self.holds(variant):
+            variant.direct = False
+        return variant, result
+
+    def holds(self, variant: Variant) -> bool:
+        """Whether the module is as it was when the variant was traced."""
+        with self.modes():
+            return variant.holds()
+
+    def marked(self, call: dict[str, Any], *, unbacked: bool) -> dict[str, Any]:
+        """The call on aliases of its tensors whose token dims are marked; a mark on the caller's own tensor would
+        leak into other compiles."""
+        marked = dict(call)
+        for name, dim in self.integration.token_dims(call).items():
+            marked[name] = alias = call[name].detach()
+            if unbacked:
+                hint = min(512, self.options.max_tokens)
+                torch._dynamo.decorators.mark_unbacked(alias, dim, shape_id="tokens", hint_override=hint)
+            else:
+                torch._dynamo.mark_dynamic(alias, dim)
+        for name in self.integration.not_tokens:
+            if isinstance(call.get(name), Tensor):
+                marked[name] = alias = call[name].detach()
+                for dim in range(alias.dim()):
+                    torch._dynamo.decorators.mark_unbacked(alias, dim)
+        return marked
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"

@@ -1,0 +1,177 @@
+"""What a call costs, in numbers that no machine changes: launches a layer, kinds of piece, host copies a call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import fullgraph_compile as fgc
+from fullgraph_compile.graphs.tape import Tape
+from fullgraph_compile.program import Program
+from fullgraph_compile.staging import StaticBuffers
+from tests.models import tiny, tokens
+from tests.runtime.bodies import ready, run, runners
+
+KINDS_OF_PIECE = 3
+MATMULS = 4  # query, key and value as one; output; gate and up as one; down
+# Two norms of six ops, rotary of ten, matmuls, silu and its product, two residuals; views launch nothing.
+OWN_OPS = 12 + 10 + MATMULS + 2 + 2
+
+
+@contextmanager
+def no_attention() -> Iterator[None]:
+    """Attention as one op, so that what is counted is the body's own."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("fullgraph_compile.attention.reference.ReferenceAttention.run", lambda self, q, *_: q + 1)
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+@cache
+def recorded(layers: int, fuse: bool = True) -> Counter[str]:
+    """Calls by name on the tape of one bucket."""
+    torch._dynamo.reset()
+    with no_attention():
+        module = tiny("Llama", num_hidden_layers=layers)
+        body = ready("compile", module, attention="reference", buckets=[8], fuse_projections=fuse)
+    graph = runners(body)[0].buckets[8].graph
+    assert isinstance(graph, Tape) and graph._steps is not None
+    assert graph.nodes == len(graph._steps)
+    return Counter(s.name for s in graph._steps)
+
+
+def a_layer(fuse: bool = True) -> Counter[str]:
+    """What one more layer adds."""
+    return recorded(3, fuse) - recorded(2, fuse)
+
+
+def test_launches_a_layer() -> None:
+    layer = a_layer()
+    assert layer["aten.mm.default"] == MATMULS
+    # The result of attention is a tensor of its own already, and so is each part of a projection that it reads.
+    assert layer["aten.clone.default"] + layer["aten.copy_.default"] == 0
+    assert layer.total() == OWN_OPS + 1, layer
+    assert recorded(5) == recorded(3) + layer + layer
+
+
+def test_without_fusing_there_are_seven_matmuls_and_nothing_else_differs() -> None:
+    apart, fused = a_layer(fuse=False), a_layer()
+    assert apart["aten.mm.default"] == MATMULS + 3
+    assert apart.total() - fused.total() == 3
+
+
+def test_around_the_layers_there_is_what_the_model_does_once() -> None:
+    once = recorded(2) - a_layer() - a_layer()
+    # Into the buffer that the caller's result is copied from.
+    assert once["aten.copy_.default"] == 1
+    assert once["aten.mm.default"] == 0
+    assert once.total() <= 18, once
+
+
+@pytest.mark.parametrize("layers", [3, 6])
+def test_pieces_that_are_equal_are_compiled_once(layers: int) -> None:
+    body = ready("compile", tiny("Qwen2", num_hidden_layers=layers), buckets=[8])
+    program = runners(body)[0].program
+    assert len(program.pieces.kinds) == len(program.compiled) == KINDS_OF_PIECE
+    assert len(program.pieces.steps) == 2 * layers + 1
+
+
+# -- host work of one call -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def graphs_that_do_nothing(body: Any) -> Iterator[None]:
+    """What is left of a call is what the host does for it."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Tape, "replay", lambda self: None)
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+def host_ops(call: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
+    """Ops that one call makes on the host, and all ops, those within others too.
+
+    A dispatch mode would not do: Dynamo's guards do not hold under one.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    events = profile.events()
+    return Counter(e.name for e in events if e.cpu_parent is None), Counter(e.name for e in events)
+
+
+@pytest.mark.parametrize("requests", [[6], [1, 2, 3], [1] * 6])
+@pytest.mark.parametrize("owned", [True, False])
+def test_host_work_of_a_call(owned: bool, requests: list[int]) -> None:
+    body = ready("compile", tiny("Llama", num_hidden_layers=1), buckets=[8], clone_outputs=owned)
+    ids, positions = tokens(6)[None], torch.arange(6)[None]
+    batch = fgc.PrefillBatch(requests, device="cpu")
+
+    def call() -> None:
+        with torch.inference_mode(), batch:
+            body(input_ids=ids, position_ids=positions, use_cache=False)
+
+    with graphs_that_do_nothing(body):
+        call()
+        replayed = sum(fgc.report(body).replays.values())
+        ops, within = host_ops(call)
+        assert sum(fgc.report(body).replays.values()) == replayed + 1
+    # Metadata, whatever the number of requests, by one copy; all inputs by another; the result by a third, if any.
+    views = {"aten::slice", "aten::lift_fresh"}
+    want = {"aten::copy_": 1, "aten::_foreach_copy_": 1, **({"aten::clone": 1} if owned else {})}
+    assert {name: n for name, n in ops.items() if name not in views} == want
+    assert sum(ops[name] for name in views) <= 2
+    made = ("aten::empty", "aten::empty_strided", "aten::resize_")
+    assert sum(within[name] for name in made) == int(owned), within
+
+
+def test_a_shorter_call_zeroes_only_the_rows_that_a_longer_one_wrote() -> None:
+    body = ready("compile", tiny("Llama", num_hidden_layers=1), buckets=[16])
+    with graphs_that_do_nothing(body):
+        run(body, 7)
+        inputs = len(runners(body)[0].inputs.tokens)
+        zeroed = [host_ops(lambda: run(body, 5))[0]["aten::zero_"] for _ in range(2)]
+    assert zeroed == [inputs, 0]
+
+
+def test_a_call_neither_runs_the_body_nor_allocates_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = ready("compile", tiny("Llama", num_hidden_layers=1), buckets=[16])
+    run(body, 7)
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("made at a replay")
+
+    monkeypatch.setattr(Program, "run", never)
+    monkeypatch.setattr(StaticBuffers, "__init__", never)
+    blocks = [id(b._block) for b in _buffers(body)]
+    before = sum(fgc.report(body).replays.values())
+    for n in (7, 3, 12, 16, 1):
+        run(body, n)
+    assert sum(fgc.report(body).replays.values()) == before + 5
+    assert [id(b._block) for b in _buffers(body)] == blocks
+
+
+def _buffers(body: Any) -> list[StaticBuffers]:
+    return [s.buffers for r in runners(body) for s in r._sets]
+
+
+def test_guards_are_asked_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fullgraph_compile.variant import Variant
+
+    body = ready("compile", tiny("Llama", num_hidden_layers=1), buckets=[16])
+    run(body, 7)
+    asked: list[int] = []
+    holds = Variant.holds
+    monkeypatch.setattr(Variant, "holds", lambda self, *a: asked.append(1) or holds(self, *a))
+    for n in (7, 3, 12):
+        run(body, n)
+    assert len(asked) == 3

@@ -1,0 +1,1 @@
+"""Whole transformers models as their users call them, against untouched copies."""

@@ -1,0 +1,107 @@
+"""Rows of the fault list about outputs, embeddings, positions and weights, on whole models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fullgraph_compile as fgc
+from tests.transformers_models.whole import OPTIONS, call, close, padded, pair, replays, rows_equal, tiny
+
+
+def test_b86_hooks_added_and_removed_after_the_first_call_take_effect() -> None:
+    model, eager = pair("Llama")
+    inputs = padded([3, 7])
+
+    def add_one(module: Any, args: Any, out: Tensor) -> Tensor:
+        return out + 1
+
+    plain = call(model, **inputs, use_cache=False).logits
+    hooks = [m.model.layers[0].register_forward_hook(add_one) for m in (model, eager)]
+    want = call(eager, **inputs, use_cache=False).logits
+    rows_equal(call(model, **inputs, use_cache=False).logits, want, inputs["attention_mask"])
+    assert float((want - plain).abs().max()) > 1e-2
+    for hook in hooks:
+        hook.remove()
+    rows_equal(call(model, **inputs, use_cache=False).logits, plain, inputs["attention_mask"])
+
+
+def test_b90_embeddings_are_not_the_tokens() -> None:
+    model, eager = pair("Llama")
+    inputs = padded([3, 7])
+    mask = inputs["attention_mask"]
+    plain = call(model, **inputs, use_cache=False).logits
+    for seed in (1, 2):
+        x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(seed))
+        got = call(model, inputs_embeds=x, attention_mask=mask, use_cache=False).logits
+        rows_equal(got, call(eager, inputs_embeds=x, attention_mask=mask, use_cache=False).logits, mask)
+        assert float((got - plain)[mask.bool()].abs().max()) > 1e-2
+    assert replays(model) == 3
+
+
+def test_b92_three_axes_of_positions() -> None:
+    from transformers import Qwen2VLTextConfig, Qwen2VLTextModel
+
+    config = Qwen2VLTextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=1, bos_token_id=None, eos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2VLTextModel(config).eval()
+    eager = copy.deepcopy(model)
+    fgc.compile(model, **OPTIONS)
+    for columns in (5, 3, 1):
+        for rows in (1, 2):
+            inputs = padded([columns] + [max(columns - 1, 1)] * (rows - 1))
+            positions = torch.randint(0, 20, (3, rows, columns), generator=torch.Generator().manual_seed(columns))
+            got = call(model, **inputs, position_ids=positions, use_cache=False)[0]
+            want = call(eager, **inputs, position_ids=positions, use_cache=False)[0]
+            rows_equal(got, want, inputs["attention_mask"])
+            got = call(model, **inputs, use_cache=False)[0]
+            rows_equal(got, call(eager, **inputs, use_cache=False)[0], inputs["attention_mask"])
+    report = fgc.report(model)
+    assert sum(report.replays.values()) == 12
+    assert not report.fallbacks
+
+
+def test_b93_a_whole_model_is_what_it_was(tmp_path: Any) -> None:
+    model = tiny("Llama")
+    eager = copy.deepcopy(model)
+    keys, kind, config, device = list(model.state_dict()), type(model), model.config, model.device
+    assert fgc.compile(model, **OPTIONS) is model
+    inputs = padded([3, 7])
+    call(model, **inputs)
+    assert isinstance(model, kind)
+    assert (model.config, model.device, list(model.state_dict())) == (config, device, keys)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.can_generate()
+    model.something = 3
+    assert model.something == 3
+    del model.something
+    model.save_pretrained(tmp_path)
+    loaded = kind.from_pretrained(tmp_path).eval()
+    for name, value in eager.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+    assert "forward" not in loaded.model.__dict__
+    close(call(loaded, **inputs).logits, call(eager, **inputs).logits)
+    fgc.close(model)
+    assert "forward" not in model.model.__dict__
+    close(call(model, **inputs).logits, call(eager, **inputs).logits)
+
+
+def test_b97_tied_embedding_and_head_follow_one_update() -> None:
+    model, eager = pair("Llama", tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    inputs = padded([3, 7])
+    for _ in range(2):
+        rows_equal(call(model, **inputs).logits, call(eager, **inputs).logits, inputs["attention_mask"])
+        with torch.no_grad():
+            for m in (model, eager):
+                m.lm_head.weight.mul_(-0.5)
+    assert len({p.data_ptr() for p in model.parameters()}) == len({p.data_ptr() for p in eager.parameters()})
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert replays(model) == 2

@@ -1,0 +1,107 @@
+"""Padded batches of encoders, and inputs other than ids and mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fullgraph_compile import Reason
+from tests.transformers_models.whole import call, fallbacks, padded, pair, replays, rows_equal
+
+BATCHES = [[5], [3, 7], [4, 4, 4], [7, 1, 3, 5, 2]]
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "DistilBert", "Electra", "Albert"])
+def test_padded_batches_of_encoders(name: str) -> None:
+    own = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4} if name == "DistilBert" else {}
+    model, eager = pair(name, "Model", **own)
+    for i, lengths in enumerate(BATCHES):
+        inputs = padded(lengths, seed=i)
+        got, want = call(model, **inputs), call(eager, **inputs)
+        assert type(got) is type(want)
+        assert list(got) == list(want)
+        rows_equal(got.last_hidden_state, want.last_hidden_state, inputs["attention_mask"])
+        if "pooler_output" in want:
+            torch.testing.assert_close(got.pooler_output, want.pooler_output, rtol=1e-5, atol=1e-5)
+    assert replays(model) == len(BATCHES)
+    assert not fallbacks(model)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta"])
+def test_left_padding_of_an_encoder_that_pools_runs_eagerly(name: str) -> None:
+    model, eager = pair(name, "Model")
+    inputs = padded([3, 6], "left")
+    got, want = call(model, **inputs), call(eager, **inputs)
+    for key in want:
+        assert torch.equal(got[key], want[key])
+    assert fallbacks(model) == {Reason.MASK: 1}
+
+
+def test_left_padding_of_an_encoder_without_a_pooler_is_packed() -> None:
+    model, eager = pair("Roberta", "ForMaskedLM")
+    for lengths in ([3, 6], [5, 2, 4]):
+        inputs = padded(lengths, "left")
+        rows_equal(call(model, **inputs).logits, call(eager, **inputs).logits, inputs["attention_mask"])
+    assert replays(model) == 2
+
+
+def test_other_token_inputs_are_packed_alike() -> None:
+    model, eager = pair("Bert", "Model")
+    for seed in (1, 2):
+        inputs = padded([3, 7, 5], seed=seed)
+        types = torch.randint(0, 2, (3, 7), generator=torch.Generator().manual_seed(seed))
+        got = call(model, **inputs, token_type_ids=types)
+        want = call(eager, **inputs, token_type_ids=types)
+        rows_equal(got[0], want[0], inputs["attention_mask"])
+        assert float((want[0] - call(eager, **inputs)[0]).abs().max()) > 1e-2
+    assert replays(model) == 2
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_j_inputs_embeds_of_a_padded_batch(side: str) -> None:
+    model, eager = pair("Roberta" if side == "right" else "Llama", "Model")
+    more: dict[str, Any] = {} if side == "right" else {"use_cache": False}
+    mask = padded([3, 7], side)["attention_mask"]
+    x = torch.randn(2, 7, 32)
+    got = call(model, inputs_embeds=x, attention_mask=mask, **more)[0]
+    rows_equal(got, call(eager, inputs_embeds=x, attention_mask=mask, **more)[0], mask)
+    assert replays(model) == 1
+
+
+@pytest.mark.parametrize("form", ["[1, S]", "[B, S]", "from the mask"])
+def test_positions_of_a_padded_batch(form: str) -> None:
+    model, eager = pair("GPT2", "Model")
+    inputs = padded([3, 7, 5], "left")
+    positions = torch.arange(7)[None] + 2
+    if form == "[B, S]":
+        positions = positions + torch.tensor([[0], [3], [5]])
+    if form == "from the mask":
+        positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    got = call(model, **inputs, position_ids=positions, use_cache=False)[0]
+    want = call(eager, **inputs, position_ids=positions, use_cache=False)[0]
+    rows_equal(got, want, inputs["attention_mask"])
+    assert replays(model) == 1
+
+
+def test_positions_that_restart_without_a_mask_are_requests_as_in_eager() -> None:
+    model, eager = pair("Llama", "Model")
+    ids = padded([6, 6])["input_ids"]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]])
+    for given in (positions, positions[:1]):
+        want = call(eager, input_ids=ids, position_ids=given, use_cache=False)[0]
+        rows_equal(call(model, input_ids=ids, position_ids=given, use_cache=False)[0], want, torch.ones(2, 6))
+    # With a mask, transformers looks for no requests in positions.
+    mask = torch.ones(2, 6)
+    want = call(eager, input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)[0]
+    got = call(model, input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)[0]
+    rows_equal(got, want, mask)
+    assert replays(model) == 3
+
+
+def test_positions_of_another_shape_are_an_error() -> None:
+    model, _ = pair("Llama", "Model")
+    for shape in ((2, 6), (3, 7), (6,)):
+        with pytest.raises(ValueError, match="position_ids has shape"):
+            call(model, **padded([3, 7]), position_ids=torch.zeros(shape, dtype=torch.long), use_cache=False)
