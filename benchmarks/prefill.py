@@ -43,10 +43,14 @@ def main() -> None:
     console.rule("start-up")
     reference = copy.deepcopy(model).float() if args.errors else None
     eager = copy.deepcopy(model)
-    share_weights(eager, model)
     free, start = free_bytes(args.device), time.perf_counter()
     body = fgc.compile(
-        model, max_tokens=args.max_tokens, attention=args.attention, compiler=args.compiler, graphs=args.graphs
+        model,
+        max_tokens=args.max_tokens,
+        attention=args.attention,
+        compiler=args.compiler,
+        graphs=args.graphs,
+        fuse_projections=args.fuse,
     )
     fgc.warmup(body)
     synchronize(args.device)
@@ -56,6 +60,7 @@ def main() -> None:
         f"first call to ready: {results['ready_s']:.1f} s; memory by mem_get_info {results['memory_mb']:.0f} MiB"
     )
     console.print(str(fgc.report(body)))
+    share_weights(eager, model)  # not before: parameters that something else shares are not fused
 
     if reference is not None:
         console.rule("errors against fp32")
@@ -81,6 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--graphs", default="auto")
+    parser.add_argument("--no-fuse", dest="fuse", action="store_false", help="leave the projections apart")
     parser.add_argument("--batches", type=int, default=200, help="random batches for the error check")
     parser.add_argument("--no-errors", dest="errors", action="store_false")
     parser.add_argument("--repeats", type=int, default=50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -19,6 +21,8 @@ from fullgraph_compile.passes.part import written
 
 Stack = tuple[int, ...]
 """Placeholders, by index, whose tensors lie one after the other along their first dim."""
+
+log = logging.getLogger("fullgraph_compile")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ def fuse_projections(body: GraphModule, admit: Callable[[Sequence[Stack]], bool]
             parts.append([linear.bias for linear in group if linear.bias is not None])
         try:
             whole, values = _values(group, parts, order)
-        except Exception:  # a consumer that cannot read rows which are not contiguous, or cannot say so in symbols
+        except Exception as error:
+            # A consumer that cannot read rows which are not contiguous, or cannot say so in symbols.
+            log.info("%s stays apart: %s", group[0].node.name, str(error).splitlines()[:1])
             continue
         asked = [tuple(index[n] for n in part) for part in parts]
         if admit(asked):
@@ -156,7 +162,8 @@ def _values(
     first = group[0].node
     read: Any = first.args[0]
     x = value_of(read)
-    with x.fake_mode, torch.no_grad():
+    # torch 2.11 decomposes a linear of symbolic size in Python only.
+    with enable_python_dispatcher(), x.fake_mode, torch.no_grad():
         stacks = []
         for part in parts:
             like = value_of(part[0])

@@ -23,8 +23,6 @@ _TYPICAL_PREFIX = 4096
 _MIN_CHUNK = 256
 _MAX_CHUNKS = 16
 
-# Programs of a launch with split keys, for each multiprocessor; each takes several chunks if there are more.
-_PROGRAMS = 2
 
 # Up to so many rows a launch is all latency, and small tiles have less of it.
 _FEW_ROWS = 256
@@ -41,6 +39,8 @@ class KernelConfig:
         stages: how many key blocks are in flight.
         chunk: keys of a chunk, where the keys of a tile are split; 0 = never split.
         chunks: most chunks of a tile; requests too long for that get longer ones.
+        programs: programs of a launch with split keys, for each multiprocessor; each takes several chunks if there
+            are more.
     """
 
     block_m: int
@@ -49,6 +49,7 @@ class KernelConfig:
     stages: int
     chunk: int = 0
     chunks: int = 1
+    programs: int = 2
 
 
 def choose_config(site: AttentionSite, tokens: int, max_k: int, processors: int, shared_memory: int) -> KernelConfig:
@@ -69,14 +70,18 @@ def choose_config(site: AttentionSite, tokens: int, max_k: int, processors: int,
         chunks = max(2, min(_MAX_CHUNKS, _power(4 * processors // tiles)))
         if max_k <= chunk:
             chunk, chunks = 0, 1
-    if not chunk and rows <= _FEW_ROWS:
+    programs = 2
+    if rows <= _FEW_ROWS and chunk:
+        # Long keys are split by as many programs as fit; short ones, the same as without a cache, want small tiles.
+        block_m, block_n, programs, chunk = 16, 32 if wide else 128, 8, max(chunk, 512)
+    elif rows <= _FEW_ROWS:
         block_m, block_n, stages = 16, 32, 2
     if wide and padded > 128:
         block_m = min(block_m, 32)
     row = padded * site.dtype.itemsize * (2 if wide else 1)  # a wide number is taken as the sum of two
     while stages > 1 and row * (block_m + 2 * block_n * stages) > shared_memory:
         stages -= 1
-    return KernelConfig(block_m, block_n, 4, stages, chunk, chunks)
+    return KernelConfig(block_m, block_n, 4, stages, chunk, chunks, programs)
 
 
 def padded_size(size: int) -> int:
@@ -168,7 +173,7 @@ class TritonAttention(AttentionBackend):
         programs = tiles * site.kv_heads
         parts = stats = arrived = None
         if config.chunk:
-            programs = min(programs * config.chunks, _PROGRAMS * _device_limits(q.device)[0])
+            programs = min(programs * config.chunks, config.programs * _device_limits(q.device)[0])
             rows = config.chunks * tokens * heads
             parts = self._buffer("parts", rows * site.value_head_size, torch.float32, q.device)
             stats = self._buffer("stats", rows * 2, torch.float32, q.device)

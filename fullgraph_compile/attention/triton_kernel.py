@@ -102,18 +102,6 @@ def _attend(
 
 
 @triton.jit
-def _part(parts, stats, index, active, part_rows, row, valid, V_SIZE: tl.constexpr, V_PADDED: tl.constexpr):
-    """What the program of one chunk has left: its weighted values, highest scores and sums; nothing past the last."""
-    mask = valid & (index < active)
-    cell = index.to(tl.int64) * part_rows + row
-    columns = tl.arange(0, V_PADDED)
-    at = parts + cell[:, None] * V_SIZE + columns[None, :]
-    part = tl.load(at, mask=mask[:, None] & (columns < V_SIZE)[None, :], other=0.0, cache_modifier=".cg")
-    peak = tl.load(stats + cell * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    return part, peak, tl.load(stats + cell * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def _finish(out, sinks, acc, top, total, row, head, valid, V_SIZE: tl.constexpr, V_PADDED: tl.constexpr):
     """Divide by the weights' sum, the sink's weight in it, and write; zeros in rows that saw no key."""
     if sinks is not None:
@@ -234,21 +222,19 @@ def _work(
                 acc = tl.zeros([BLOCK_M, V_PADDED], tl.float32)
                 top = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
-                # Four parts at a time: one after the other, each would wait for its own loads.
-                for at in range(0, active, 4):
-                    a, a_top, a_sum = _part(parts, stats, at, active, part_rows, out_row, valid, V_SIZE, V_PADDED)
-                    b, b_top, b_sum = _part(parts, stats, at + 1, active, part_rows, out_row, valid, V_SIZE, V_PADDED)
-                    c, c_top, c_sum = _part(parts, stats, at + 2, active, part_rows, out_row, valid, V_SIZE, V_PADDED)
-                    d, d_top, d_sum = _part(parts, stats, at + 3, active, part_rows, out_row, valid, V_SIZE, V_PADDED)
-                    highest = tl.maximum(tl.maximum(tl.maximum(a_top, b_top), tl.maximum(c_top, d_top)), top)
+                part_row = out_row
+                for _ in range(active):
+                    part_at = parts + part_row[:, None] * V_SIZE + v_columns[None, :]
+                    part = tl.load(part_at, mask=part_mask, other=0.0, cache_modifier=".cg")
+                    peak = tl.load(stats + part_row * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
+                    part_total = tl.load(stats + part_row * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+                    highest = tl.maximum(top, peak)
                     shift = tl.where(highest == float("-inf"), 0.0, highest)
-                    fade = tl.exp2(top - shift)
-                    a_top, b_top = tl.exp2(a_top - shift), tl.exp2(b_top - shift)
-                    c_top, d_top = tl.exp2(c_top - shift), tl.exp2(d_top - shift)
-                    acc = acc * fade[:, None] + a * a_top[:, None] + b * b_top[:, None]
-                    acc = acc + c * c_top[:, None] + d * d_top[:, None]
-                    total = total * fade + a_sum * a_top + b_sum * b_top + c_sum * c_top + d_sum * d_top
+                    fade, share = tl.exp2(top - shift), tl.exp2(peak - shift)
+                    acc = acc * fade[:, None] + part * share[:, None]
+                    total = total * fade + part_total * share
                     top = highest
+                    part_row += part_rows
                 _finish(out, sinks, acc, top, total, out_row, query_head, valid, V_SIZE, V_PADDED)
 
 
