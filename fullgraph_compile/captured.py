@@ -106,10 +106,15 @@ class CapturedGraph:
         with runner.lock:
             if self.strict and (refusal := runner.decide(batch)).route is not Route.GRAPH:
                 self._count(refusal, batch, args)
-            # Also where no graph is used: run together, the requests would get each other's positions.  A body that is
-            # not proven has no rows to put together.
-            alone = runner.limits.single_request and runner.limits.blocked is not Reason.UNPROVEN
+            # Also where no graph is used: run together, the requests would get each other's positions, or be mixed by
+            # the op for which the body is not proven.
+            alone = runner.limits.single_request or runner.limits.blocked is Reason.UNPROVEN
             if alone and batch.requests > 1 and batch.tokens:
+                if any(dim is None for _, dim in runner.outputs):
+                    raise FallbackError(
+                        f"{self.report.name} cannot be called with {batch!r}: it is not proven to keep requests apart "
+                        f"({self.detail or self.report.proof}), and returns something that is not a row for each token"
+                    )
                 rows = self._one_by_one(args, batch)
             else:
                 try:

@@ -66,7 +66,8 @@ class CompiledBody:
     # -- calling -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if disabled() or torch.compiler.is_compiling():
+        # Not torch.compiler.is_compiling(): that is true in every thread while any one compiles.
+        if disabled() or torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return self.forward(*args, **kwargs)
         try:
             bound, key = self._bind(args, kwargs)

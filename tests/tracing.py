@@ -30,8 +30,27 @@ def trace(
 
     ``token_dims`` names the token dim of each tensor input, keywords last (None: it has none); without it, every dim
     of size ``TOKENS`` is one.  ``backed`` marks with ``mark_dynamic`` (a symbol with a value, guards allowed),
-    otherwise with ``mark_unbacked``.  The values of the placeholders are in ``gm.meta["example_inputs"]``.
+    otherwise with ``mark_unbacked``.  Where torch 2.11 cannot trace with an unbacked one, a backed one that is told
+    nothing of its size takes its place, as ``fgc.compile`` does it.  The values of the placeholders are in
+    ``gm.meta["example_inputs"]``.
     """
+    if not backed and torch.__version__ < "2.13":
+        try:
+            return _trace(fn, inputs, keywords, token_dims, backed=False)
+        except (torch._dynamo.exc.UserError, torch._dynamo.exc.Unsupported):
+            with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+                return _trace(fn, inputs, keywords, token_dims, backed=True)
+    return _trace(fn, inputs, keywords, token_dims, backed=backed)
+
+
+def _trace(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    keywords: dict[str, Any],
+    token_dims: Sequence[int | None] | None,
+    *,
+    backed: bool,
+) -> tuple[GraphModule, sympy.Symbol]:
     leaves = [x for x in (*inputs, *keywords.values()) if isinstance(x, Tensor)]
     if token_dims is None:
         dims = [[d for d, size in enumerate(x.shape) if size == TOKENS] for x in leaves]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (defines an op)
 from torch import Tensor
 
 import fullgraph_compile.ops as ops
@@ -38,7 +39,6 @@ def grouped(product: Callable[..., Tensor]) -> Case:
 
 
 def fallback(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    import transformers.integrations.moe  # noqa: F401  (defines the op)
 
     return torch.ops.transformers.grouped_mm_fallback(x, weight, offs=offs)
 

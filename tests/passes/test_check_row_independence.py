@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (defines an op)
 from torch import Tensor, nn
 
 import fullgraph_compile.ops as ops
@@ -100,8 +101,6 @@ def good_experts(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def experts(x: Tensor, perm: Tensor, counts: Tensor) -> Tensor:
-    import transformers.integrations.moe  # noqa: F401  (defines the op)
-
     offs = counts.cumsum(0, dtype=torch.int32)
     out = torch.ops.transformers.grouped_mm_fallback(x[perm], EXPERTS, offs=offs)
     inverse = torch.empty_like(perm)

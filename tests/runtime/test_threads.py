@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import fullgraph_compile as fgc
@@ -40,6 +41,18 @@ def test_b109_threads_never_mix_rows(way: str, first_call_in_a_thread: bool) -> 
         t.join()
     assert not failures, failures[0]
     assert replays(body) >= before + (60 if first_call_in_a_thread else 80)
+
+
+def test_b109_a_compile_in_another_thread_sends_no_call_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = small()
+    eager = copy.deepcopy(module)
+    body = ready("compile", module)
+    want = run(eager, 9, seed=3)
+    before = replays(body)
+    # As torch 2.13 has it in every thread for as long as any of them compiles.
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    equal(run(body, 9, seed=3), want)
+    assert replays(body) == before + 1
 
 
 def test_a_batch_belongs_to_the_thread_that_entered_it() -> None:
