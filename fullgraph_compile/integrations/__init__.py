@@ -29,7 +29,16 @@ def body_of(module: nn.Module) -> nn.Module:
     body = module.base_model
     if not isinstance(body, nn.Module) or not is_transformers(body):
         return module
-    # A body that is nothing but a wrapper of a decoder may be passed by: its model calls the decoder itself.
-    while len(parts := list(body.children())) == 1 and is_transformers(parts[0]):
-        body = parts[0]
+    while (inner := _wrapped(body)) is not None:
+        body = inner
     return body
+
+
+def _wrapped(body: nn.Module) -> nn.Module | None:
+    """The decoder that a body is nothing but a wrapper of; its model may pass by it and call the decoder itself."""
+    from fullgraph_compile.integrations.transformers import is_transformers
+
+    parts = [part for part in body.children() if is_transformers(part)]
+    if len(parts) == 1 and {id(p) for p in parts[0].parameters()} == {id(p) for p in body.parameters()}:
+        return parts[0]
+    return None

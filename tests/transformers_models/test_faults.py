@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -105,3 +106,22 @@ def test_b97_tied_embedding_and_head_follow_one_update() -> None:
     assert len({p.data_ptr() for p in model.parameters()}) == len({p.data_ptr() for p in eager.parameters()})
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert replays(model) == 2
+
+
+def test_a_model_that_passes_by_its_body_is_refused_by_name() -> None:
+    """ProphetNet's head calls the decoder inside of the wrapper that is its base model."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_decoder_layers": 1,
+        "num_decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+    }
+    config = transformers.ProphetNetConfig(is_decoder=True, add_cross_attention=False, **sizes)
+    model = fgc.compile(transformers.ProphetNetForCausalLM(config).eval(), **OPTIONS)
+    batch = fgc.PrefillBatch([5, 4], device="cpu")
+    with torch.inference_mode(), batch, pytest.raises(fgc.FallbackError, match="requests, 9 tokens"):
+        model(input_ids=torch.arange(1, 10)[None], use_cache=False)
+    assert fgc.report(model).fallbacks == {fgc.Reason.NO_SITES: 1}
