@@ -202,7 +202,8 @@ def page(results: dict[Key, dict[str, Any]], listed: list[Key]) -> str:
         "of layer, and compiled by `fgc.compile(model, "
         + ", ".join(f"{k}={v!r}" for k, v in arch.OPTIONS.items())
         + f")`. It gets {len(arch.CALLS)} calls: packed, dense, padded on the right and on the left, of 1 to 20 "
-        "tokens and 1 to 4 requests, without a KV cache. Each result is compared with an uncompiled copy's, "
+        "tokens and 1 to 4 requests, without a KV cache. "
+        "Each result is compared with an uncompiled copy's, "
         f"packed ones with one call per request; equal is within {arch.TOLERANCE:g} of the largest output, at every real token.",
         "",
         "- *replays*: equal, and at least 95% of the eligible calls launch a graph. All calls are eligible but "
