@@ -204,7 +204,8 @@ def page(results: dict[Key, dict[str, Any]], listed: list[Key]) -> str:
         + f")`. It gets {len(arch.CALLS)} calls: packed, dense, padded on the right and on the left, of 1 to 20 "
         "tokens and 1 to 4 requests, without a KV cache. "
         "Each result is compared with an uncompiled copy's, "
-        f"packed ones with one call per request; equal is within {arch.TOLERANCE:g} of the largest output, at every real token.",
+        f"packed ones with one call per request; equal is within {arch.TOLERANCE:g} of the largest "
+        "output, at every real token.",
         "",
         "- *replays*: equal, and at least 95% of the eligible calls launch a graph. All calls are eligible but "
         "left-padded ones of a model to whose real tokens padding on the left means something.",
