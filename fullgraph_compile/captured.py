@@ -110,11 +110,6 @@ class CapturedGraph:
             # the op for which the body is not proven.
             alone = runner.limits.single_request or runner.limits.blocked is Reason.UNPROVEN
             if alone and batch.requests > 1 and batch.tokens:
-                if any(dim is None for _, dim in runner.outputs):
-                    raise FallbackError(
-                        f"{self.report.name} cannot be called with {batch!r}: it is not proven to keep requests apart "
-                        f"({self.detail or self.report.proof}), and returns something that is not a row for each token"
-                    )
                 rows = self._one_by_one(args, batch)
             else:
                 try:
@@ -162,6 +157,13 @@ class CapturedGraph:
             parts.append([t.clone() for t in part])
             start += new
         dims = [dim for _, dim in self.runner.outputs]
+        if self.runner.limits.blocked is Reason.UNPROVEN:
+            whole = [[p[i] for p in parts] for i, dim in enumerate(dims) if dim is None]
+            if not all(torch.equal(same[0], other) for same in whole for other in same[1:]):
+                raise FallbackError(
+                    f"{self.report.name} cannot be called with {batch!r}: it is not proven to keep requests apart "
+                    f"({self.detail or self.report.proof}), and returns something else than rows, which depends on them"
+                )
         return [parts[0][i] if dim is None else torch.cat([p[i] for p in parts], dim) for i, dim in enumerate(dims)]
 
     def _count(self, decision: Decision, batch: PrefillBatch, args: Sequence[Any]) -> None:
