@@ -104,9 +104,14 @@ class PrefillBatch:
     @cached_property
     def position_ids(self) -> Tensor:
         """Position of each row within its request, cached tokens counted: ``[T]`` int64 on ``device``."""
+        return _to_device(self.host_positions, self.device)
+
+    @cached_property
+    def host_positions(self) -> np.ndarray:
+        """``position_ids`` on the host."""
         new = np.array(self.new_tokens)
         starts = np.cumsum(new) - new - np.array(self.cached_tokens)
-        return _to_device(np.arange(self.tokens) - np.repeat(starts, new), self.device)
+        return np.arange(self.tokens) - np.repeat(starts, new)
 
     @cached_property
     def last_token_rows(self) -> Tensor:

@@ -114,10 +114,8 @@ class _Layout:
         for row, pages, length in zip(table, batch.pages, batch.lengths, strict=False):
             used = -(-length // self.page_size)
             row[:used] = pages[:used]
-        new = np.array(batch.new_tokens)
-        request = np.repeat(np.arange(batch.requests), new)
-        position = np.arange(batch.tokens) - np.repeat(np.cumsum(new) - new - np.array(batch.cached_tokens), new)
-        page, offset = np.divmod(position, self.page_size)
+        request = np.repeat(np.arange(batch.requests), batch.new_tokens)
+        page, offset = np.divmod(batch.host_positions, self.page_size)
         slot_ids[: batch.tokens] = table[request, page].astype(np.int64) * self.page_size + offset
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fullgraph_compile.attention.reasons import equal_sizes, features, no_dtype, sizes
 from fullgraph_compile.batch import StaticBatch
 from fullgraph_compile.ops import AttentionSite
 
@@ -74,39 +75,6 @@ def _absent(package: str, module: str) -> str:
     return ""
 
 
-def _features(site: AttentionSite, **missing: bool) -> list[str]:
-    words = {
-        "softcap": (site.softcap, f"it has no soft cap, the site has one of {site.softcap:g}"),
-        "sinks": (site.sinks, "it has no attention sinks, the site has them"),
-        "slopes": (site.slopes, "it has no ALiBi slopes, the site has them"),
-        "window": (site.left >= 0 or site.right > 0, f"it has no window, the site has a {site.mask}"),
-    }
-    return [words[name][1] for name, off in missing.items() if off and words[name][0]]
-
-
-def _sizes(site: AttentionSite, most: int) -> list[str]:
-    reasons = []
-    for size in sorted({site.head_size, site.value_head_size}):
-        if size > most:
-            reasons.append(f"head size {size} is above {most}")
-        if size % 8:
-            reasons.append(f"head size {size} is no multiple of 8")
-    if site.heads % site.kv_heads:
-        reasons.append(f"{site.heads} query heads are no multiple of {site.kv_heads} key heads")
-    return reasons
-
-
-def _equal_sizes(site: AttentionSite) -> list[str]:
-    if site.head_size == site.value_head_size:
-        return []
-    return [f"key head size {site.head_size} and value head size {site.value_head_size} differ; it needs equal ones"]
-
-
-def _no_dtype(site: AttentionSite, *known: torch.dtype) -> list[str]:
-    names = " and ".join(str(d).removeprefix("torch.") for d in known)
-    return [] if site.dtype in known else [f"dtype is {site.dtype}; it computes in {names} only"]
-
-
 def _causal(site: AttentionSite) -> bool:
     """A causal mask is a flag; as a window it would end at the query."""
     return site.left < 0 and site.right == 0
@@ -140,13 +108,13 @@ class FlashAttention3(FlashLibrary):
     def site_reasons(self, site: AttentionSite) -> list[str]:
         out = self.left_out()
         known = (torch.bfloat16,) if out["FP16"] else (torch.float16, torch.bfloat16)
-        reasons = _no_dtype(site, *known) + _sizes(site, 256)
+        reasons = no_dtype(site, *known) + sizes(site, 256)
         if out["VARLEN"]:
             reasons.append("it was built without requests of several lengths")
         qk, vo = site.head_size, site.value_head_size
         if qk != vo and not (qk <= 64 or (128 < qk <= 192 and 96 < vo <= 128)):
             reasons.append(f"key head size {qk} and value head size {vo} differ in a way that it does not know")
-        return reasons + _features(site, softcap=out["SOFTCAP"], sinks=True, slopes=True, window=out["LOCAL"])
+        return reasons + features(site, softcap=out["SOFTCAP"], sinks=True, slopes=True, window=out["LOCAL"])
 
     def page_reasons(self, page_size: int) -> list[str]:
         return ["fa3-fwd was built without paged KV"] if self.left_out()["PAGEDKV"] else []
@@ -180,8 +148,8 @@ class FlashAttention4(FlashLibrary):
         return major in (9, 10)
 
     def site_reasons(self, site: AttentionSite) -> list[str]:
-        reasons = _no_dtype(site, torch.float16, torch.bfloat16) + _sizes(site, 128) + _equal_sizes(site)
-        return reasons + _features(site, sinks=True, slopes=True)
+        reasons = no_dtype(site, torch.float16, torch.bfloat16) + sizes(site, 128) + equal_sizes(site)
+        return reasons + features(site, sinks=True, slopes=True)
 
     def page_reasons(self, page_size: int) -> list[str]:
         if page_size < 64:
@@ -224,11 +192,11 @@ class FlashAttention2(FlashLibrary):
         return major >= 8
 
     def site_reasons(self, site: AttentionSite) -> list[str]:
-        reasons = _no_dtype(site, torch.float16, torch.bfloat16) + _sizes(site, 256) + _equal_sizes(site)
+        reasons = no_dtype(site, torch.float16, torch.bfloat16) + sizes(site, 256) + equal_sizes(site)
         if site.slopes and (site.right or site.softcap):
             # It takes the distance's size, where the op takes its sign too.
             reasons.append("it has ALiBi slopes for causal attention without a soft cap only")
-        return reasons + _features(site, sinks=True)
+        return reasons + features(site, sinks=True)
 
     def page_reasons(self, page_size: int) -> list[str]:
         if page_size % 256 == 0:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.attention.base import AttentionBackend, Sentinel
+from fullgraph_compile.attention.reasons import equal_sizes, features, no_dtype, sizes
 from fullgraph_compile.batch import StaticBatch
 from fullgraph_compile.ops import AttentionSite
 
@@ -36,27 +37,13 @@ class VarlenAttention(AttentionBackend):
     sentinel: ClassVar[Sentinel] = Sentinel()
 
     def supports(self, site: AttentionSite, device: torch.device) -> list[str]:
-        reasons = _device_reasons(device)
-        if site.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"dtype is {site.dtype}; it computes in float16 and bfloat16 only")
-        if site.head_size != site.value_head_size:
-            reasons.append(
-                f"key head size {site.head_size} and value head size {site.value_head_size} differ; it needs equal ones"
-            )
-        for size in sorted({site.head_size, site.value_head_size}):
-            if size > _MAX_HEAD_SIZE:
-                reasons.append(f"head size {size} is above {_MAX_HEAD_SIZE}")
-            if size % 8:
-                reasons.append(f"head size {size} is no multiple of 8")
-        if site.heads % site.kv_heads:
-            reasons.append(f"{site.heads} query heads are no multiple of {site.kv_heads} key heads")
-        if site.softcap:
-            reasons.append(f"it has no soft cap, the site has one of {site.softcap:g}")
-        if site.sinks:
-            reasons.append("it has no attention sinks, the site has them")
-        if site.slopes:
-            reasons.append("it has no ALiBi slopes, the site has them")
-        return reasons
+        return [
+            *_device_reasons(device),
+            *no_dtype(site, torch.float16, torch.bfloat16),
+            *equal_sizes(site),
+            *sizes(site, _MAX_HEAD_SIZE),
+            *features(site, softcap=True, sinks=True, slopes=True),
+        ]
 
     def run(
         self,
