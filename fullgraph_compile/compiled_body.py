@@ -130,7 +130,9 @@ class CompiledBody:
         with no_active_batch():
             variant, _ = self.tracer.trace(module, call)
         now = self.report
-        now.replays, now.padding, now.fallbacks, now.details = then.replays, then.padding, then.fallbacks, then.details
+        now.replays, now.padding, now.fallbacks = then.replays, then.padding, then.fallbacks
+        # What it was about that turned a bucket off stays: no later call finds it out again.
+        now.details = {**now.details, **then.details}
         variants.insert(0, variant)
         return self._serve(bound, key)
 

@@ -126,14 +126,9 @@ def _build_symbolic(
         compiled = compile_pieces(pieces, options, report)
         program = FusedProgram(pieces, compiled, marked.sites, attention, fusion.stacks, fused)
     context = options.context_length or options.max_tokens
-    serves = _guards(gm, token)
-    ladder = tuple(b for b in legal_buckets(options.ladder, context, options.slots) if serves(b))
-    dropped = sorted(set(options.ladder) - set(ladder))
-    if dropped:
-        why = (
-            f"no legal batch fills bucket {', '.join(map(str, dropped))} (context_length {context}, request_slots "
-            f"{options.slots})"
-        )
+    serves, traced = _guards(gm, token)
+    ladder, why = _buckets(options, context, serves, traced)
+    if why:
         log.warning("%s: %s; %s", report.name, why, f"buckets left: {list(ladder)}" if ladder else "no bucket is left")
         if blocked is None and not ladder:
             blocked, detail = Reason.NO_BUCKET, why
@@ -253,13 +248,36 @@ def _token_input(gm: GraphModule, token: sympy.Symbol) -> tuple[int, int]:
     raise Refused(Reason.ARGUMENTS, f"no input has a dim of exactly {token}")
 
 
-def _guards(gm: GraphModule, token: sympy.Symbol) -> Callable[[int], bool]:
+def _buckets(
+    options: Options, context: int, serves: Callable[[int], bool], traced: int | None
+) -> tuple[tuple[int, ...], str]:
+    """The buckets that a trace for the counts that it ``serves`` can have, and why others of the ladder are dropped.
+
+    Args:
+        traced: the count that it was traced with; None = it serves every count.
+    """
+    legal = legal_buckets(options.ladder, context, options.slots)
+    ladder = tuple(b for b in legal if serves(b))
+    dropped = sorted(set(options.ladder) - set(legal))
+    if dropped:
+        return ladder, (
+            f"no legal batch fills bucket {', '.join(map(str, dropped))} (context_length {context}, request_slots "
+            f"{options.slots})"
+        )
+    if ladder or traced is None:
+        return ladder, ""
+    # The trace is for few counts, none of them a bucket, such as a branch of the model for one token alone.
+    exact = legal_buckets((traced,), context, options.slots) if traced <= legal[-1] else ()
+    return exact, "" if exact else f"the trace serves none of the buckets {', '.join(map(str, legal))}"
+
+
+def _guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool], int | None]:
     """Whether Dynamo's guards on a backed token count hold for a count: for another the model may take another branch,
-    so the graph would compute something else."""
+    so the graph would compute something else.  And the count that it was traced with, None if it was not backed."""
     sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
     env = sizes[0].node.shape_env if sizes else None
     if env is None or free_unbacked_symbols(sizes[0]):
-        return lambda tokens: True
+        return (lambda tokens: True), None
     known: dict[int, bool] = {}
 
     def serves(tokens: int) -> bool:
@@ -271,4 +289,5 @@ def _guards(gm: GraphModule, token: sympy.Symbol) -> Callable[[int], bool]:
             known[tokens] = bool(inside) and all(c.subs(token, tokens) != sympy.false for c in conditions)
         return known[tokens]
 
-    return serves
+    hint = sizes[0].node.hint
+    return serves, int(hint) if hint is not None else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 
 from fullgraph_compile.integrations.plain import PlainModule
@@ -35,10 +37,20 @@ def body_of(module: nn.Module) -> nn.Module:
 
 
 def _wrapped(body: nn.Module) -> nn.Module | None:
-    """The decoder that a body is nothing but a wrapper of; its model may pass by it and call the decoder itself."""
+    """The decoder that a body is nothing but a wrapper of; its model may pass by it and call the decoder itself.
+
+    A wrapper that takes something besides does something with it, images for one, and may then call the decoder with
+    embeddings and masks of its own.
+    """
     from fullgraph_compile.integrations.transformers import is_transformers
 
     parts = [part for part in body.children() if is_transformers(part)]
-    if len(parts) == 1 and {id(p) for p in parts[0].parameters()} == {id(p) for p in body.parameters()}:
-        return parts[0]
-    return None
+    if len(parts) != 1 or {id(p) for p in parts[0].parameters()} != {id(p) for p in body.parameters()}:
+        return None
+    return parts[0] if _named(body) <= _named(parts[0]) else None
+
+
+def _named(module: nn.Module) -> set[str]:
+    """Parameters of a module's forward that have a name of their own."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {p.name for p in inspect.signature(module.forward).parameters.values() if p.kind not in several}

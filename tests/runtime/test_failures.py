@@ -15,7 +15,7 @@ import fullgraph_compile as fgc
 from fullgraph_compile import Reason
 from fullgraph_compile.graphs import CaptureError
 from fullgraph_compile.graphs.tape import Tape, TapeRecorder
-from tests.models import tokens
+from tests.models import tiny_causal_lm, tokens
 from tests.runtime.bodies import both_ways, check, check_replayed, compiled, ready, replays, runners, small
 
 
@@ -47,6 +47,22 @@ def test_b114_capture_fails_and_the_same_call_is_right(
     assert "planned" in caplog.text
     fgc.release(body)  # gives it another chance
     check_replayed(body, eager, 7, 12)
+
+
+def test_the_cause_is_told_where_the_first_call_was_a_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(self: TapeRecorder, piece_loop: Callable[[], None]) -> Tape:
+        raise CaptureError("planned")
+
+    monkeypatch.setattr(TapeRecorder, "record", record)
+    model: Any = fgc.compile(tiny_causal_lm("Llama"), buckets=[16], graphs="tape", compiler="eager")
+    ids = tokens(14).view(2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+    report = fgc.report(model)
+    assert report.fallbacks == {Reason.CAPTURE_FAILED: 1}
+    assert "planned" in report.details[Reason.CAPTURE_FAILED]
 
 
 @both_ways

@@ -125,3 +125,14 @@ def test_a_model_that_passes_by_its_body_is_refused_by_name() -> None:
     with torch.inference_mode(), batch, pytest.raises(fgc.FallbackError, match="requests, 9 tokens"):
         model(input_ids=torch.arange(1, 10)[None], use_cache=False)
     assert fgc.report(model).fallbacks == {fgc.Reason.NO_SITES: 1}
+
+
+def test_a_model_of_several_parts_is_traced_where_its_ids_come_in() -> None:
+    """Its text decoder gets embeddings and masks that the whole has made."""
+    from fullgraph_compile.integrations import body_of
+    from tests.transformers_models import architectures as arch
+
+    model = arch.build(arch.Result("causal", "gemma4_unified"))
+    assert body_of(model) is model.model
+    opt = arch.build(arch.Result("causal", "opt"))
+    assert body_of(opt) is opt.model.decoder

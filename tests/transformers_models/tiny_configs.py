@@ -46,9 +46,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "blt_local_decoder": {"hidden_size_global": 64},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE | {"mrope_section": [2, 3, 3]}),
+    },
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2},
+        # The defaults of these are for none: only checkpoints name them.
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 4},
@@ -70,6 +74,24 @@ _OWN: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "xmod": {"default_language": "en_XX"},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "esm": {"vocab_size": VOCABULARY},
+    # Codebooks are batch rows of theirs.
+    "musicgen_decoder": {"num_codebooks": 1},
+    "musicgen_melody_decoder": {"num_codebooks": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
+        "ple_layer_ids": [1],
+        "eos_token_id": 1,
+        "ngram_vocab_size_base": 50,
+        "heads_per_ngram": 2,
+        "split_ngram_parts": 1,
+        "make_ngram_vocab_size_divisible_by": 8,
+    },
     "reformer": {"axial_pos_embds": False},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
 }
