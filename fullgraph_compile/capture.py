@@ -125,14 +125,14 @@ class CaptureSet:
         return failed
 
     def _warm_up(self, bucket: Bucket, args: Sequence[Any], recorder: GraphRecorder) -> None:
-        run = self._run_of(bucket, args)
+        run = self.run_of(bucket, args)
         for _ in range(self.WARM_UPS):
             run()
 
     def _record(self, bucket: Bucket, args: Sequence[Any], recorder: GraphRecorder) -> None:
-        bucket.graph = recorder.record(self._run_of(bucket, args))
+        bucket.graph = recorder.record(self.run_of(bucket, args))
 
-    def _run_of(self, bucket: Bucket, args: Sequence[Any]) -> Callable[[], None]:
+    def run_of(self, bucket: Bucket, args: Sequence[Any]) -> Callable[[], None]:
         """One run of the body on a legal batch that fills the bucket."""
         lengths = capture_lengths(bucket.tokens, self.limits.context_length, self.limits.slots)
         assert lengths is not None, "the ladder holds legal buckets only"
@@ -178,6 +178,15 @@ class CaptureSet:
         for d, s in enumerate(like.shape):
             size *= tokens if d == dim else int(s)
         return torch.zeros(size, dtype=like.dtype, device=self.device)
+
+    def static_bytes(self) -> tuple[float, float]:
+        """Bytes of the static inputs and outputs: for each row of the largest bucket, and those that have no rows."""
+        largest = self.buckets[max(self.buckets)]
+        rows = [largest.inputs[i] for i in self.inputs.tokens]
+        fixed = list(self._values.values())
+        for buffer, (_, dim) in zip(largest.outputs, self.outputs, strict=True):
+            (fixed if dim is None else rows).append(buffer)
+        return sum(t.nbytes for t in rows) / largest.tokens, float(sum(t.nbytes for t in fixed))
 
     # -- replaying -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ class Reason(enum.Enum):
     OVER_SLOTS = "more requests than request slots"
     OVER_CONTEXT = "a request is longer than context_length"
     PADDING = "the nearest bucket would be mostly padding (max_padding)"
+    CROSSOVER = "measured: without a graph such a call is as fast or faster"
+    MEMORY = "its bucket was left out to stay within memory_budget"
     EMPTY = "the batch has no new tokens"
     SINGLE_REQUEST = "the body is proven for one request a call, and the batch has more"
     UNPROVEN = "padding is not proven safe for this body"
@@ -59,7 +61,9 @@ class Limits:
     """What the captured graphs can serve.
 
     ``off`` maps a bucket to the reason that turned it off; ``blocked`` is a reason that holds for every call;
-    ``open_context`` says that a KV cache's own limit takes the place of ``context_length``.
+    ``open_context`` says that a KV cache's own limit takes the place of ``context_length``.  ``least`` maps a bucket to
+    the fewest tokens that it serves, where that was measured; ``above`` is why counts above the ladder, up to a count,
+    have no bucket.
     """
 
     ladder: tuple[int, ...]
@@ -70,6 +74,8 @@ class Limits:
     blocked: Reason | None = None
     off: tuple[tuple[int, Reason], ...] = ()
     open_context: bool = False
+    least: tuple[tuple[int, int], ...] = ()
+    above: tuple[int, Reason] | None = None
 
     # Up to this many tokens a forward costs the same, so padding is free.
     FREE_PADDING: ClassVar[int] = 64
@@ -114,7 +120,8 @@ def decide(tokens: int, requests: int, longest: int, limits: Limits) -> Decision
         return Decision(Route.COMPILED, None, Reason.SINGLE_REQUEST)
     at = bisect.bisect_left(limits.ladder, tokens)
     if at == len(limits.ladder):
-        return Decision(Route.COMPILED, None, Reason.OVER_LADDER)
+        left_out = limits.above is not None and tokens <= limits.above[0]
+        return Decision(Route.COMPILED, None, limits.above[1] if left_out and limits.above else Reason.OVER_LADDER)
     if longest > limits.context_length:
         return Decision(Route.COMPILED, None, Reason.OVER_CONTEXT)
     bucket = limits.ladder[at]
@@ -122,6 +129,9 @@ def decide(tokens: int, requests: int, longest: int, limits: Limits) -> Decision
         return Decision(Route.COMPILED, None, Reason.OVER_SLOTS)
     if bucket > limits.FREE_PADDING and bucket > limits.max_padding * tokens:
         return Decision(Route.COMPILED, None, Reason.PADDING)
+    for measured, least in limits.least:
+        if measured == bucket and tokens < least:
+            return Decision(Route.COMPILED, None, Reason.CROSSOVER)
     for turned_off, why in limits.off:
         if turned_off == bucket:
             return Decision(Route.COMPILED, bucket, why)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+MEASURED = "measured"
 
 
 def default_ladder(max_tokens: int) -> tuple[int, ...]:
@@ -24,7 +28,9 @@ def check_buckets(buckets: Any) -> tuple[int, ...]:
         ValueError: empty, or a bucket below 1.
     """
     if isinstance(buckets, (str, bytes)) or not isinstance(buckets, Sequence):
-        raise TypeError(f"buckets={buckets!r} must be a list of positive integers, or None for the default ladder")
+        raise TypeError(
+            f"buckets={buckets!r} must be a list of positive integers, {MEASURED!r}, or None for the default ladder"
+        )
     if not buckets:
         raise ValueError("buckets=[] is empty; give at least one token count, or None for the default ladder")
     for b in buckets:
@@ -33,6 +39,33 @@ def check_buckets(buckets: Any) -> tuple[int, ...]:
         if b < 1:
             raise ValueError(f"buckets holds {b}; a bucket is a positive token count")
     return tuple(sorted(set(buckets)))
+
+
+def check_lengths(lengths: Any) -> tuple[tuple[int, float], ...]:
+    """Token counts of the calls to expect, each once, ascending, with how often it comes.
+
+    Args:
+        lengths: counts, or a mapping of counts to weights, or pairs of the two.
+
+    Raises:
+        TypeError: something else.
+        ValueError: empty, a count below 1, or a weight that is not above 0.
+    """
+    what = "lengths must be a list of token counts, or a mapping of token counts to how often each comes"
+    if isinstance(lengths, (str, bytes)) or not isinstance(lengths, (Mapping, Sequence)):
+        raise TypeError(f"{what}; got {lengths!r}")
+    given = [*lengths.items()] if isinstance(lengths, Mapping) else [*lengths]
+    pairs = [pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, 1) for pair in given]
+    if not pairs:
+        raise ValueError(f"lengths is empty; {what}")
+    found: Counter[int] = Counter()
+    for tokens, weight in pairs:
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not isinstance(weight, (int, float)):
+            raise TypeError(f"{what}; got {(tokens, weight)!r}")
+        if tokens < 1 or not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"lengths holds {(tokens, weight)!r}; a token count is at least 1, its weight above 0")
+        found[tokens] += weight  # type: ignore[assignment]
+    return tuple(sorted(found.items()))
 
 
 def slots_of(bucket: int, slots: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 
 from fullgraph_compile.attention import attention_names
-from fullgraph_compile.ladder import check_buckets, default_ladder
+from fullgraph_compile.ladder import MEASURED, check_buckets, check_lengths, default_ladder
+from fullgraph_compile.measured_ladder import candidate_sizes
 
 COMPILERS = ("inductor", "aot_eager", "eager")
 GRAPHS = ("auto", "cuda", "tape", "none")
@@ -29,7 +31,13 @@ class Options:
 
     Attributes:
         max_tokens: largest token bucket.
-        buckets: token buckets; None = the default ladder up to ``max_tokens``.
+        buckets: token buckets; None = the default ladder up to ``max_tokens``; "measured" = sizes are timed before
+            the first capture, and the fewest are kept that cost the calls to expect next to nothing.  Where a call is
+            faster without a graph it then takes the compiled route.
+        lengths: token counts of the calls to expect, for ``buckets="measured"``: a list of counts, or a mapping of
+            counts to how often each comes; None = short calls as often as long ones, on a log scale.
+        memory_budget: device memory that graphs may take beside weights and KV cache, in bytes or as "300MiB"; what
+            they will take is forecast before capture, and the largest buckets that do not fit are left out.
         request_slots: requests that one graph can hold; None = max(16, max_tokens // 64), never above max_tokens.
         context_length: longest request in tokens, cached and new together; None = ``max_tokens``.
         attention: "auto" or the name of a registered attention backend.
@@ -53,13 +61,15 @@ class Options:
     """
 
     max_tokens: int = 2048
-    buckets: tuple[int, ...] | None = None
+    buckets: tuple[int, ...] | str | None = None
     request_slots: int | None = None
     context_length: int | None = None
     attention: str = "auto"
     compiler: str = "inductor"
     graphs: str = "auto"
     max_padding: float = 2.0
+    lengths: tuple[tuple[int, float], ...] | None = None
+    memory_budget: int | None = None
     unsafe: str = "compiled"
     strict: bool = False
     clone_outputs: bool = True
@@ -69,7 +79,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _positive_int("max_tokens", self.max_tokens)
-        if self.buckets is not None:
+        if self.buckets is not None and self.buckets != MEASURED:
             buckets = check_buckets(self.buckets)
             object.__setattr__(self, "buckets", buckets)
             if "max_tokens" not in self.given and self.max_tokens == type(self).max_tokens:
@@ -79,6 +89,12 @@ class Options:
                     f"max_tokens={self.max_tokens} is below the smallest bucket, {buckets[0]}; "
                     f"give max_tokens >= {buckets[0]} or a smaller bucket"
                 )
+        if self.lengths is not None:
+            object.__setattr__(self, "lengths", check_lengths(self.lengths))
+            if self.buckets != MEASURED:
+                raise ValueError(f"lengths= chooses among measured buckets; give buckets={MEASURED!r} with it")
+        if self.memory_budget is not None:
+            object.__setattr__(self, "memory_budget", parse_bytes("memory_budget", self.memory_budget))
         for name in ("request_slots", "context_length"):
             if getattr(self, name) is not None:
                 _positive_int(name, getattr(self, name))
@@ -109,11 +125,19 @@ class Options:
 
     @property
     def ladder(self) -> tuple[int, ...]:
-        """The token buckets, ascending, none above ``max_tokens``, and ``max_tokens`` among them."""
+        """The token buckets, ascending, none above ``max_tokens``, and ``max_tokens`` among them; those to choose from
+        where they are measured."""
         if self.buckets is None:
             return default_ladder(self.max_tokens)
+        if isinstance(self.buckets, str):
+            return candidate_sizes(self.max_tokens, self.lengths or ())
         kept = tuple(b for b in self.buckets if b <= self.max_tokens)
         return kept if kept[-1] == self.max_tokens else (*kept, self.max_tokens)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the ladder is chosen by timings."""
+        return self.buckets == MEASURED
 
     @property
     def slots(self) -> int:
@@ -149,6 +173,27 @@ class Options:
 def disabled() -> bool:
     """Whether ``FULLGRAPH_COMPILE_DISABLE`` turns the package into a plain call."""
     return os.environ.get("FULLGRAPH_COMPILE_DISABLE", "") not in ("", "0")
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(name: str, value: Any) -> int:
+    """A number of bytes, from an integer or from a number with a unit.
+
+    Raises:
+        TypeError, ValueError: it is neither; the message says what is valid.
+    """
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
+        unit = _UNITS.get(found[2].upper()) if found else None
+        if found is None or unit is None:
+            raise ValueError(
+                f"{name}={value!r} is no number of bytes; valid are 300000000, '300MB', '300MiB', '1.5GiB'"
+            )
+        value = int(float(found[1]) * unit)
+    _positive_int(name, value)
+    return int(value)
 
 
 def _positive_int(name: str, value: Any) -> None:

@@ -27,6 +27,7 @@ from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.capture import Inputs
 from fullgraph_compile.captured import CapturedGraph, StaticGraph
 from fullgraph_compile.dispatch import Decision, Limits, Reason, decide
+from fullgraph_compile.fitting import Fitting
 from fullgraph_compile.fixed_size import build_static
 from fullgraph_compile.fused_weights import FusedProgram, FusedWeights
 from fullgraph_compile.graphs import create_recorder
@@ -154,6 +155,7 @@ def _build_symbolic(
         report,
         clone_outputs=options.clone_outputs,
         show_progress=options.show_progress,
+        fitting=_fitting(options, kind),
     )
     index = {n.name: i for i, n in enumerate(placeholders(gm))}
     return CapturedGraph(
@@ -166,6 +168,13 @@ def _build_symbolic(
         serves=serves,
         strict=options.strict,
     )
+
+
+def _fitting(options: Options, kind: str) -> Fitting | None:
+    """Graphs on a GPU are forecast always, for the report; elsewhere only where something depends on it."""
+    if options.measured or options.memory_budget is not None or kind == "cuda":
+        return Fitting(options.measured, options.lengths or (), options.memory_budget)
+    return None
 
 
 def _split(gm: GraphModule, proof: Proof) -> tuple[Split, Reason | None, str]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fullgraph_compile.dispatch import FallbackError, Reason
+from fullgraph_compile.measured_ladder import MeasuredLadder
 from fullgraph_compile.ops import AttentionSite
 
 log = logging.getLogger("fullgraph_compile")
@@ -35,6 +36,9 @@ class Report:
         compile_seconds: wall time of compiling the pieces.
         capture_seconds: wall time of warm-up and capture.
         graph_bytes: device memory that capture took; 0 on a CPU.
+        forecast_bytes: what it was forecast to take before anything was captured; 0 where it was not.
+        cut: which buckets ``memory_budget`` left out, in words.
+        ladder: what was measured and chosen under ``buckets="measured"``.
         device_reads: calls that had to read positions from the device to tell requests apart.
         ready: whether every bucket is captured or turned off.
     """
@@ -52,6 +56,9 @@ class Report:
     compile_seconds: float = 0.0
     capture_seconds: float = 0.0
     graph_bytes: int = 0
+    forecast_bytes: int = 0
+    cut: str = ""
+    ladder: MeasuredLadder | None = None
     device_reads: int = 0
     ready: bool = False
 
@@ -100,11 +107,15 @@ class Report:
             lines.append(f"  attention: {', '.join(_site_groups(self.sites))}")
         if self.proof:
             lines.append(f"  padding: {self.proof}")
+        forecast = f" ({self.forecast_bytes / 2**20:.0f} forecast)" if self.forecast_bytes else ""
         lines.append(
             f"  compiled {self.compiles} graph{'s' * (self.compiles != 1)} in {self.compile_seconds:.1f} s, captured "
             f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} in {self.capture_seconds:.1f} s, "
-            f"{self.graph_bytes / 2**20:.0f} MiB of graphs, {self.slots} request slots"
+            f"{self.graph_bytes / 2**20:.0f} MiB of graphs{forecast}, {self.slots} request slots"
         )
+        lines += [f"  {line}" for line in (self.ladder.summary().splitlines() if self.ladder else ())]
+        if self.cut:
+            lines.append(f"  {self.cut}")
         replays, fallbacks = sum(self.replays.values()), sum(self.fallbacks.values())
         if replays + fallbacks:
             lines.append(f"  calls: {replays} replayed, {fallbacks} not ({self.device_reads} read positions)")
@@ -161,6 +172,9 @@ def merge(reports: Iterable[Report]) -> Report:
         merged.compile_seconds += report.compile_seconds
         merged.capture_seconds += report.capture_seconds
         merged.graph_bytes += report.graph_bytes
+        merged.forecast_bytes += report.forecast_bytes
+        merged.ladder = merged.ladder or report.ladder
+        merged.cut = "; ".join(dict.fromkeys(filter(None, (merged.cut, report.cut))))
         merged.device_reads += report.device_reads
         merged.ready = merged.ready and report.ready
     return merged or Report()

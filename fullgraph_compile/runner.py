@@ -15,6 +15,7 @@ from torch import Tensor
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.capture import Bucket, CaptureSet, Inputs, Outputs, cache_key
 from fullgraph_compile.dispatch import Decision, Limits, Reason, Route, decide
+from fullgraph_compile.fitting import Fitting, fit
 from fullgraph_compile.graphs import GraphRecorder
 from fullgraph_compile.program import Program
 from fullgraph_compile.report import Report, log
@@ -41,6 +42,7 @@ class BodyRunner:
         recorder: how graphs are recorded; None = never.
         device: where the body runs.
         report: counts and timings go there.
+        fitting: what decides on the ladder at the first capture; None = it is captured as it is.
 
     Attributes:
         poison: what static buffers are filled with before each staging; for tests.
@@ -61,6 +63,7 @@ class BodyRunner:
         *,
         clone_outputs: bool = True,
         show_progress: bool = False,
+        fitting: Fitting | None = None,
     ) -> None:
         self.program = program
         self.inputs = inputs
@@ -71,6 +74,7 @@ class BodyRunner:
         self.report = report
         self.clone_outputs = clone_outputs
         self.show_progress = show_progress
+        self.fitting = fitting
         self.lock = threading.RLock()
         self.poison: Poison | None = None
         self._exact_buffers = ExactBuffers(device)
@@ -109,7 +113,7 @@ class BodyRunner:
             self._follow_last_call()
             if decision.route is Route.GRAPH and graphs is not None:
                 return self._replay(graphs, args, batch, decision)
-            return self._exact(args, batch), decision
+            return self.exact(args, batch), decision
 
     def _replay(
         self, graphs: CaptureSet, args: Sequence[Any], batch: PrefillBatch, decision: Decision
@@ -127,10 +131,10 @@ class BodyRunner:
                     self._sets.insert(0, other)
                     return other.replay(bucket, args, batch, self.poison), decision
         except Exception as error:
-            self._raise_if_lost(error)
+            self.raise_if_lost(error)
             self._turn_off(bucket, Reason.REPLAY_FAILED, error)
-            return self._exact(args, batch), self.decide(batch)
-        outputs = self._exact(args, batch)
+            return self.exact(args, batch), self.decide(batch)
+        outputs = self.exact(args, batch)
         self.capture(args, batch.cache)
         return outputs, Decision(Route.COMPILED, bucket, Reason.WEIGHTS_MOVED)
 
@@ -139,7 +143,7 @@ class BodyRunner:
         key = cache_key(cache)
         return next((s for s in self._sets if s.cache_key == key), None)
 
-    def _exact(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
+    def exact(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
         """The same compiled pieces without padding and without a graph.
 
         Raises:
@@ -202,11 +206,20 @@ class BodyRunner:
         start, free = time.perf_counter(), self._free_bytes()
         while len(self._sets) >= self.MOST_SETS:
             self._sets.pop().close()
+        if self.fitting is not None:
+            with self.lock, torch.inference_mode(False), torch.no_grad():
+                self.limits = fit(self, self.fitting, args, cache)
+            self.fitting = None
+            limits = self.limits_over(cache)
+            if not limits.ladder:
+                self.report.ready = True
+                self.report.capture_seconds += time.perf_counter() - start
+                return None
         with self.lock, torch.inference_mode(False), torch.no_grad(), self.recorder.session():
             graphs = CaptureSet(self.program, self.inputs, self.outputs, limits, self.device, cache, args)
             failed = graphs.capture(self.recorder, args, show_progress=self.show_progress)
         for tokens, error in failed.items():
-            self._raise_if_lost(error)
+            self.raise_if_lost(error)
             self._turn_off(tokens, Reason.CAPTURE_FAILED, error)
         self._sets.insert(0, graphs)
         off = dict(self.limits.off)
@@ -222,7 +235,7 @@ class BodyRunner:
         self.limits = replace(self.limits, off=(*self.limits.off, (tokens, reason)))
         self.report.buckets = tuple(b for b in self.report.buckets if b != tokens)
 
-    def _raise_if_lost(self, error: Exception) -> None:
+    def raise_if_lost(self, error: Exception) -> None:
         """Re-raise where the CUDA context is gone: nothing that runs after it could be trusted."""
         if self.device.type == "cuda":
             try:

@@ -119,6 +119,19 @@ class _Layout:
         slot_ids[: batch.tokens] = table[request, page].astype(np.int64) * self.page_size + offset
 
 
+def metadata_bytes(buckets: Sequence[tuple[int, int]], max_k: int, cache: PagedKVCache | None) -> int:
+    """What ``StaticBuffers`` of these buckets takes on the device."""
+    page_size = 0 if cache is None else cache.page_size
+    return 4 * _block_words([_Layout(tokens, slots, max_k, page_size) for tokens, slots in buckets])[1]
+
+
+def _block_words(layouts: Sequence[_Layout]) -> tuple[int, int]:
+    """Words before the page table, and in all, of one block for all layouts."""
+    head = max((layout.head for layout in layouts), default=0)
+    table = max((layout.slots * layout.columns for layout in layouts), default=0)
+    return head, head + table
+
+
 def _aligned(words: int) -> int:
     return -(-words // _ALIGNED) * _ALIGNED
 
@@ -153,12 +166,11 @@ class StaticBuffers:
         self.device = device
         page_size = 0 if cache is None else cache.page_size
         layouts = [_Layout(tokens, slots, max_k, page_size) for tokens, slots in buckets]
-        head = max((layout.head for layout in layouts), default=0)
-        table = max((layout.slots * layout.columns for layout in layouts), default=0)
+        head, size = _block_words(layouts)
         with torch.inference_mode(False):
-            self._block = torch.zeros(head + table, dtype=torch.int32, device=device)
+            self._block = torch.zeros(size, dtype=torch.int32, device=device)
         self._ring = PinnedRing(device)
-        self._ring.reserve(head + table)
+        self._ring.reserve(size)
         self._dirty = 0  # rows of the page table that hold what the last call staged
         self._buckets: dict[int, tuple[_Layout, Tensor, StaticBatch]] = {}
         for layout in layouts:

@@ -50,6 +50,15 @@ def test_a_bucket_that_was_turned_off_is_not_replaced_by_a_larger_one() -> None:
     assert decide(9, 1, 9, limits) == Decision(Route.GRAPH, 16)
 
 
+def test_a_bucket_serves_no_fewer_tokens_than_were_measured_to_pay() -> None:
+    limits = Limits((8, 64), 4, 64, least=((8, 1), (64, 40)), above=(96, Reason.CROSSOVER))
+    assert [decide(n, 1, n, limits).bucket for n in (1, 8, 40, 64)] == [8, 8, 64, 64]
+    assert decide(39, 1, 39, limits) == Decision(Route.COMPILED, None, Reason.CROSSOVER)
+    assert decide(96, 1, 64, limits) == Decision(Route.COMPILED, None, Reason.CROSSOVER)
+    assert decide(97, 1, 64, limits) == Decision(Route.COMPILED, None, Reason.OVER_LADDER)
+    assert decide(5, 1, 5, Limits((), 4, 64, above=(96, Reason.MEMORY))).reason is Reason.MEMORY
+
+
 def test_every_reason_is_text_a_person_can_read() -> None:
     texts = [r.value for r in Reason]
     assert len(set(texts)) == len(texts)

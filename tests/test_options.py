@@ -19,6 +19,16 @@ from fullgraph_compile import Options
         ({"buckets": [True]}, TypeError, "True"),
         ({"buckets": "measured!"}, TypeError, "list of positive integers"),
         ({"buckets": 16}, TypeError, "list of positive integers"),
+        ({"lengths": [5]}, ValueError, "give buckets='measured'"),
+        ({"buckets": "measured", "lengths": []}, ValueError, "lengths is empty"),
+        ({"buckets": "measured", "lengths": [0]}, ValueError, "at least 1"),
+        ({"buckets": "measured", "lengths": {5: -1}}, ValueError, "above 0"),
+        ({"buckets": "measured", "lengths": ["5"]}, TypeError, "list of token counts"),
+        ({"buckets": "measured", "lengths": 5}, TypeError, "list of token counts"),
+        ({"memory_budget": "5 bananas"}, ValueError, "'300MB', '300MiB'"),
+        ({"memory_budget": "MiB"}, ValueError, "'300MB', '300MiB'"),
+        ({"memory_budget": 0}, ValueError, "memory_budget=0"),
+        ({"memory_budget": 1.5}, TypeError, "memory_budget=1.5"),
         ({"max_tokens": 0}, ValueError, "max_tokens=0"),
         ({"max_tokens": 2.5}, TypeError, "max_tokens=2.5"),
         ({"max_tokens": 4, "buckets": [8, 16]}, ValueError, "below the smallest bucket, 8"),
@@ -60,4 +70,9 @@ def test_buckets_are_sorted_unique_and_end_at_max_tokens() -> None:
 
 def test_equal_options_compare_equal_whichever_way_they_were_given() -> None:
     assert Options.parse({"max_tokens": 2048}) == Options()
+    counted = Options.parse({"buckets": "measured", "lengths": {30: 2, 7: 1}})
+    assert counted == Options.parse({"buckets": "measured", "lengths": [30, 7, 30]})
+    assert hash(counted) and counted.measured and counted.lengths == ((7, 1), (30, 2))
+    assert Options(memory_budget="300MiB").memory_budget == 300 << 20  # type: ignore[arg-type]
+    assert Options(memory_budget="0.5 gb").memory_budget == 5 * 10**8  # type: ignore[arg-type]
     assert hash(Options.parse({"buckets": [8]})) == hash(Options(buckets=(8,)))

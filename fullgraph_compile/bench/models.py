@@ -1,0 +1,101 @@
+"""Bodies to measure: the shapes of known models with random weights, or a model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# Shapes only: nothing is downloaded, weights are random.
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-8b": ("Qwen3", {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    }),
+    "qwen3-0.6b": ("Qwen3", {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    }),
+    "llama-3.1-8b": ("Llama", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
+    }),
+    "smollm2-135m": ("Llama", {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 8192,
+    }),
+}  # fmt: skip
+
+SMALL = "smollm2-135m"
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def build(
+    name: str, device: torch.device, dtype: torch.dtype, *, layers: int | None = None, **changes: Any
+) -> nn.Module:
+    """A body in eval mode, without gradients.
+
+    Args:
+        name: a preset, or a folder with a transformers model.
+        device: where it is made.
+        dtype: of its weights.
+        layers: only the first so many of them.
+        changes: other values of a preset's configuration.
+
+    Raises:
+        ValueError: neither a preset nor a folder, or a folder that is asked for another configuration.
+    """
+    preset = PRESETS.get(name)
+    folder = Path(name).expanduser()
+    if preset is None:
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{name!r} is no preset and no folder with a config.json; presets are {', '.join(PRESETS)}"
+            )
+        if layers is not None or changes:
+            raise ValueError(f"{name!r} is a model of its own; only a preset can be made with other sizes")
+        return _load(folder, device, dtype)
+    import transformers
+
+    family, sizes = preset
+    given = {**sizes, **({} if layers is None else {"num_hidden_layers": layers}), **changes}
+    config = getattr(transformers, f"{family}Config")(**given)
+    with torch.device(device), _default_dtype(dtype):
+        body = getattr(transformers, f"{family}Model")(config)
+    return body.eval().requires_grad_(False)
+
+
+def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    import transformers
+
+    body = transformers.AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return body.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def vocabulary(body: nn.Module) -> int:
+    """Token ids that the body takes."""
+    return int(body.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
+
+
+def layers_of(body: nn.Module) -> int:
+    return int(body.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
+
+
+def projections(body: nn.Module) -> int:
+    """Numbers in the weights of all linears: what every call must read once, and multiply each token with."""
+    return sum(m.weight.numel() for m in body.modules() if isinstance(m, nn.Linear))

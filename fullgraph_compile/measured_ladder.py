@@ -1,0 +1,328 @@
+"""The measured ladder: a pure function from timings to token buckets.
+
+Equal timings give equal ladders.  Nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fullgraph_compile.ladder import default_ladder
+
+# Sizes between the default buckets that may pay, as kernels' tiles end there, and the largest steps above 2,048.
+_BETWEEN = (24, 48, 80, 112, 160, 224, 320, 448)
+_FINE_UP_TO, _COARSE = 2048, 512
+_POPULAR = 8
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What calls of about one size cost, in seconds a call.
+
+    Attributes:
+        tokens: the candidate bucket.
+        replay: a call that replays its graph, staging included.
+        compiled: a call of exactly ``tokens`` by the compiled pieces without a graph.
+        compiled_low: such a call of one token more than the next smaller candidate, or of one token.
+    """
+
+    tokens: int
+    replay: float
+    compiled: float
+    compiled_low: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Device memory that captured graphs will take, in bytes, before any is captured.
+
+    Attributes:
+        fixed: what does not depend on the ladder.
+        row: for each row of the largest bucket: intermediate values, static inputs and outputs.
+        graph: for each graph.
+    """
+
+    fixed: float = 0.0
+    row: float = 0.0
+    graph: float = 0.0
+
+    def bytes(self, count: int, largest: int) -> int:
+        """What ``count`` graphs take, the largest of ``largest`` tokens."""
+        return math.ceil(self.fixed + self.row * largest + self.graph * count) if count else 0
+
+    def cut(self, ladder: Sequence[int], budget: int | None, count: int | None = None) -> tuple[int, ...]:
+        """The ladder without the largest buckets that do not fit ``budget`` bytes: they cost most and gain least.
+
+        Args:
+            count: how many of them must fit at the same time; None = all.
+        """
+        kept = tuple(sorted(ladder))
+        while budget is not None and kept and self.bytes(min(len(kept), count or len(kept)), kept[-1]) > budget:
+            kept = kept[:-1]
+        return kept
+
+
+def candidate_sizes(max_tokens: int, lengths: Sequence[tuple[int, float]] = ()) -> tuple[int, ...]:
+    """Sizes that are worth timing: those of the default ladder, some between, and the most frequent lengths."""
+    popular = sorted(lengths, key=lambda pair: (-pair[1], pair[0]))[:_POPULAR]
+    sizes = {n for n in default_ladder(max_tokens) if n <= _FINE_UP_TO or n % _COARSE == 0 or n == max_tokens}
+    sizes |= {n for n in _BETWEEN if n < max_tokens}
+    sizes |= {min(max_tokens, -(-n // 8) * 8) for n, _ in popular}
+    return tuple(sorted(sizes))
+
+
+class Costs:
+    """Seconds of every token count by every candidate, from the timings.
+
+    The compiled route is taken to be linear between a candidate and one token more than the one below it.
+
+    Args:
+        timings: of the candidates; the largest is the largest count that is looked at.
+        lengths: (token count, weight) of the calls to expect; empty = every size of call alike on a log scale, which
+            gives a count n the weight 1 / n.  Counts above the largest candidate are left out, as no ladder serves
+            them.
+        max_padding: a bucket above 64 tokens serves no fewer tokens than a ``max_padding``-th of it.
+
+    Raises:
+        ValueError: there is no timing, or two of one size, or one that is not above 0.
+    """
+
+    FREE_PADDING: ClassVar[int] = 64
+
+    def __init__(
+        self, timings: Sequence[Timing], lengths: Sequence[tuple[int, float]] = (), max_padding: float = math.inf
+    ) -> None:
+        timings = sorted(timings, key=lambda t: t.tokens)
+        self.sizes = [t.tokens for t in timings]
+        if not timings or len(set(self.sizes)) != len(timings) or self.sizes[0] < 1:
+            raise ValueError(f"timings must name each size once, and at least one; got sizes {self.sizes}")
+        if not all(math.isfinite(s) and s > 0 for t in timings for s in (t.replay, t.compiled, t.compiled_low)):
+            raise ValueError("every timing must be a number of seconds above 0")
+        self.most = self.sizes[-1]
+        self.replay = [t.replay for t in timings]
+        counts = np.arange(1, self.most + 1)
+        at, seconds = [], []
+        for low, t in zip([0, *self.sizes], timings, strict=False):
+            at += [low + 1, t.tokens] if t.tokens > low + 1 else [t.tokens]
+            seconds += [t.compiled_low, t.compiled] if t.tokens > low + 1 else [t.compiled]
+        self.compiled = np.interp(counts, at, seconds)
+        self.weights = 1.0 / counts
+        known = [(n, w) for n, w in lengths if 1 <= n <= self.most and w > 0]
+        if known:
+            self.weights = np.zeros(self.most)
+            for n, w in known:
+                self.weights[n - 1] += w
+        self.weights /= self.weights.sum()
+        self.least = [self._least(b, s, max_padding) for b, s in zip(self.sizes, self.replay, strict=True)]
+        self.best = self.compiled.copy()
+        for bucket, least, replay in zip(self.sizes, self.least, self.replay, strict=True):
+            served = self.best[least - 1 : bucket]
+            np.minimum(served, replay, out=served)
+
+    def _least(self, bucket: int, replay: float, max_padding: float) -> int:
+        """Fewest tokens from which on the bucket's graph is no slower than the compiled route; above it = none."""
+        slower = np.flatnonzero(self.compiled[:bucket] < replay)
+        least = int(slower[-1]) + 2 if len(slower) else 1
+        if bucket > self.FREE_PADDING and math.isfinite(max_padding):
+            least = max(least, math.ceil(bucket / max_padding))
+        return least
+
+    def share(self, seconds: np.ndarray) -> np.ndarray:
+        """Weighted time over the least time that any candidate, or the compiled route, takes: each call counts alike,
+        a short one as much as a long one."""
+        return self.weights * seconds / self.best
+
+    def with_bucket(self, i: int) -> np.ndarray:
+        """Seconds of every count up to candidate ``i`` if that is its bucket, the compiled route where it is faster."""
+        seconds = self.compiled[: self.sizes[i]].copy()
+        seconds[self.least[i] - 1 :] = self.replay[i]
+        return seconds
+
+    def of(self, ladder: Sequence[int], *, measured: bool = True) -> float:
+        """Mean time of a call over the least that any candidate gives it; 1.0 = no call could be faster.
+
+        Args:
+            ladder: buckets, which need not be candidates: what lies between those is taken to be linear.
+            measured: whether calls that are faster by the compiled route take it.
+        """
+        seconds = self.compiled.copy()
+        low = 0
+        for bucket in sorted(b for b in ladder if b <= self.most):
+            replay = float(np.interp(bucket, self.sizes, self.replay))
+            first = max(low, self._least(bucket, replay, math.inf) - 1) if measured else low
+            seconds[first:bucket] = replay
+            low = bucket
+        return float(self.share(seconds).sum())
+
+
+@dataclass(frozen=True)
+class MeasuredLadder:
+    """A ladder that was chosen by timings.
+
+    Attributes:
+        buckets: token buckets, ascending; empty = no graph pays, or none fits the budget.
+        least: for each bucket the fewest tokens that it serves; with fewer the compiled route is faster.
+        cost: mean time of a call over the least that any candidate gives it; 1.0 = no call could be faster.
+        default_buckets, default_cost: the same of the default ladder.
+        crossover: the largest bucket that a graph pays for; above it the compiled route is taken.  None = no graph.
+        forecast: bytes of device memory that the graphs were forecast to take.
+        wanted: buckets that would have been chosen without a budget.
+        timings: what was measured.
+    """
+
+    buckets: tuple[int, ...]
+    least: tuple[int, ...]
+    cost: float
+    default_buckets: tuple[int, ...]
+    default_cost: float
+    crossover: int | None
+    forecast: int
+    wanted: tuple[int, ...]
+    timings: tuple[Timing, ...]
+
+    @property
+    def cut(self) -> bool:
+        """Whether the budget left out buckets that pay."""
+        return self.buckets != self.wanted
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=110, color_system=None)
+        table = Table("size", "replay, ms", "compiled, ms", "bucket", "serves")
+        for column in table.columns:
+            column.justify = "right"
+        serves = dict(zip(self.buckets, self.least, strict=True))
+        low = 0
+        for t in self.timings:
+            least = serves.get(t.tokens)
+            kept = "" if least is None else f"{max(low + 1, least)} to {t.tokens}"
+            table.add_row(
+                str(t.tokens), f"{t.replay * 1e3:.3f}", f"{t.compiled * 1e3:.3f}", "yes" if kept else "", kept
+            )
+            low = t.tokens if kept else low
+        console.print(table)
+        console.print(self.summary(), highlight=False)
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def summary(self) -> str:
+        """The choice in words, against the default ladder."""
+        ours, default = (f"+{max(0.0, cost - 1):.1%}" for cost in (self.cost, self.default_cost))
+        lines = [
+            f"measured ladder: {len(self.buckets)} buckets {list(self.buckets)}, forecast {self.forecast >> 20} MiB",
+            f"expected time over the best of all {len(self.timings)} sizes: {ours}; by the default ladder of "
+            f"{len(self.default_buckets)}: {default}",
+        ]
+        if self.cut:
+            lines.append(f"memory_budget cut it: without one it would be {list(self.wanted)}")
+        if self.crossover is None:
+            lines.append("no graph pays" if not self.wanted else "no graph fits")
+        elif self.crossover < self.timings[-1].tokens:
+            lines.append(f"above {self.crossover} tokens the compiled route is taken")
+        return "\n".join(lines)
+
+
+# A bucket that gains less than this in the mean is not worth its memory and its capture.
+TOLERANCE = 0.005
+
+
+def choose_ladder(
+    timings: Sequence[Timing],
+    lengths: Sequence[tuple[int, float]] = (),
+    *,
+    max_padding: float = math.inf,
+    forecast: Forecast | None = None,
+    budget: int | None = None,
+    tolerance: float = TOLERANCE,
+) -> MeasuredLadder:
+    """The fewest buckets whose expected time is within ``tolerance`` of the least that fits the budget.
+
+    Args:
+        timings: of the candidates.
+        lengths: (token count, weight) of the calls to expect; see ``Costs``.
+        max_padding: as the option.
+        forecast: what graphs will take.
+        budget: bytes that they may take; None = no limit.
+        tolerance: as a share of the expected time.
+
+    Raises:
+        ValueError: the timings are not ones.
+    """
+    costs = Costs(timings, lengths, max_padding)
+    forecast = forecast or Forecast()
+    table = _table(costs)
+    chosen = _choose(table, costs, forecast, budget, tolerance)
+    wanted = chosen if budget is None else _choose(table, costs, forecast, None, tolerance)
+    default = default_ladder(costs.most)
+    index = {b: i for i, b in enumerate(costs.sizes)}
+    return MeasuredLadder(
+        buckets=chosen,
+        least=tuple(costs.least[index[b]] for b in chosen),
+        cost=costs.of(chosen),
+        default_buckets=default,
+        default_cost=costs.of(default, measured=False),
+        crossover=chosen[-1] if chosen else None,
+        forecast=forecast.bytes(len(chosen), chosen[-1]) if chosen else 0,
+        wanted=wanted,
+        timings=tuple(sorted(timings, key=lambda t: t.tokens)),
+    )
+
+
+# (buckets in the ladder, index of its largest) -> (share of time, index of the one below the largest)
+_Table = dict[tuple[int, int], tuple[float, int]]
+
+
+def _table(costs: Costs) -> _Table:
+    """The best ladder of every number of buckets and every largest bucket, by dynamic programming."""
+    n = len(costs.sizes)
+    sums = [np.concatenate([[0.0], np.cumsum(_share_up_to(costs, i))]) for i in range(n)]
+    without = np.concatenate([[0.0], np.cumsum(costs.share(costs.compiled))])
+
+    def rest(i: int) -> float:
+        return float(without[-1] - without[costs.sizes[i]])
+
+    table: _Table = {(0, -1): (float(without[-1]), -1)}
+    up_to: dict[tuple[int, int], float] = {}  # share of the counts up to the largest bucket only
+    for i in range(n):
+        up_to[1, i] = float(sums[i][-1])
+        table[1, i] = (up_to[1, i] + rest(i), -1)
+    for count in range(2, n + 1):
+        for i in range(count - 1, n):
+            share, below = min(
+                (up_to[count - 1, j] + float(sums[i][-1] - sums[i][costs.sizes[j]]), j) for j in range(count - 2, i)
+            )
+            up_to[count, i] = share
+            table[count, i] = (share + rest(i), below)
+    return table
+
+
+def _share_up_to(costs: Costs, i: int) -> np.ndarray:
+    size = costs.sizes[i]
+    return costs.weights[:size] * costs.with_bucket(i) / costs.best[:size]
+
+
+def _choose(table: _Table, costs: Costs, forecast: Forecast, budget: int | None, tolerance: float) -> tuple[int, ...]:
+    def fits(count: int, largest: int) -> bool:
+        size = costs.sizes[largest] if count else 0
+        return budget is None or forecast.bytes(count, size) <= budget
+
+    legal = {key: value for key, value in table.items() if fits(*key)}
+    enough = min(share for share, _ in legal.values()) * (1 + tolerance)
+    count, largest = min(
+        (key for key, (share, _) in legal.items() if share <= enough), key=lambda k: (k[0], legal[k][0], k[1])
+    )
+    ladder = []
+    while count:
+        ladder.append(costs.sizes[largest])
+        count, largest = count - 1, table[count, largest][1]
+    return tuple(reversed(ladder))

@@ -1,0 +1,115 @@
+"""``fgc ladder``: what it measures, prints and writes, and which arguments it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullgraph_compile import cli, commands, fitting
+from fullgraph_compile.bench import models
+from fullgraph_compile.bench.models import build, projections, vocabulary
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(models.PRESETS, models.SMALL, ("Llama", TINY))
+
+    def seconds(call: Any, device: torch.device) -> float:
+        call()
+        return 1.5 if call.func.__name__ == "exact" else 1.0 if call.args[0] <= 16 else 2.0
+
+    monkeypatch.setattr(fitting, "seconds", seconds)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        code: Any = cli.main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_ladder_prints_the_choice_against_the_default_and_ends_with_the_buckets(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "new" / "ladder.json"
+    code, out, _ = run(capsys, "ladder", "--max-tokens", "32", "--layers", "1", "--json", str(file))
+    assert code == 0
+    assert "No GPU" in out and "by the default ladder of 3" in out
+    assert out.splitlines()[-1] == "buckets=[16]"
+    found = json.loads(file.read_text())
+    assert found["buckets"] == [16] and found["crossover"] == 16 and found["model"] == models.SMALL
+    assert [t["tokens"] for t in found["timings"]] == [8, 16, 24, 32]
+
+
+def test_ladder_says_where_no_graph_pays(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "seconds", lambda call, device: 1.0 if call.func.__name__ == "exact" else 2.0)
+    code, out, _ = run(capsys, "ladder", "--max-tokens", "16", "--layers", "1")
+    assert code == 0 and "no graph pays" in out and out.splitlines()[-1] == 'graphs="none"'
+
+
+def test_a_large_preset_is_not_measured_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "ladder", "llama-3.1-8b", "--max-tokens", "8")
+    assert code == 0 and f"{models.SMALL} is measured in its place" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["gpt-9"], ["'gpt-9' is no preset", "qwen3-8b, qwen3-0.6b, llama-3.1-8b, smollm2-135m"]),
+        (["--max-tokens", "0"], ["--max-tokens 0"]),
+        (["--memory-budget", "much"], ["'300MiB'"]),
+        (["--lengths", "/nowhere"], ["/nowhere"]),
+        (["--device", "cuda"], ["finds no CUDA device"]),
+        (["--fast"], ["unknown argument --fast; valid are --help, --layers", "--lengths"]),
+    ],
+)
+def test_bad_arguments_are_errors_that_say_what_is_valid(
+    argv: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "ladder", *argv)
+    assert code == 2 and all(text in err for text in said), err
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("[30, 7, 30]", ((7, 1), (30, 2))),
+        ('{"30": 2, "7": 0.5}', ((7, 0.5), (30, 2))),
+        ("30\n7\n30\n", ((7, 1), (30, 2))),
+        ("12", ((12, 1),)),
+    ],
+)
+def test_lengths_are_read_from_json_or_lines(text: str, lengths: Any, tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text(text)
+    assert commands.read_lengths(str(file)) == lengths
+
+
+def test_a_model_folder_is_built_with_its_own_weights(tmp_path: Path) -> None:
+    made = build(models.SMALL, torch.device("cpu"), torch.float32)
+    made.save_pretrained(tmp_path)
+    loaded = build(str(tmp_path), torch.device("cpu"), torch.float32)
+    assert torch.equal(loaded.layers[0].mlp.up_proj.weight, made.layers[0].mlp.up_proj.weight)
+    assert not loaded.training and vocabulary(loaded) == 97
+    assert projections(loaded) == 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64)
+    with pytest.raises(ValueError, match="only a preset"):
+        build(str(tmp_path), torch.device("cpu"), torch.float32, layers=1)
+
+
+def test_the_shapes_of_the_presets_are_those_of_the_models() -> None:
+    numbers = {"qwen3-8b": 6.95e9, "qwen3-0.6b": 0.44e9, "llama-3.1-8b": 6.98e9}
+    for name, most in numbers.items():
+        got = projections(build(name, torch.device("meta"), torch.bfloat16))
+        assert got == pytest.approx(most, rel=0.01), name
