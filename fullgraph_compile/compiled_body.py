@@ -92,7 +92,7 @@ class CompiledBody:
                     return variant.traced(self.module(), self.tracer.marked(call, unbacked=variant.unbacked))
             if variant.needs_asking(call) and not self._accepts(variant, call):
                 continue
-            if i and not (variant.take_new_weights() and self.tracer.holds(variant)):
+            if i and not (self.tracer.stands(variant) or (variant.take_new_weights() and self.tracer.holds(variant))):
                 continue
             try:
                 with torch.no_grad():
@@ -100,11 +100,12 @@ class CompiledBody:
             except WeightsChanged:
                 continue
             # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
-            replaced = i == 0 and variant.replaced()
+            stands = bool(i) or self.tracer.stands(variant)
+            replaced = not stands and variant.replaced()
             if replaced and variant.take_new_weights() and self.tracer.holds(variant):
                 with torch.no_grad():
                     return variant(call)
-            if replaced or (i == 0 and not self.tracer.holds(variant)):
+            if replaced or not (stands or self.tracer.holds(variant)):
                 # Its graphs are freed: states of the module that come and go must not each keep a set.
                 variant.graph.release()
                 self.report.fell_back(Reason.CHANGED, strict=self.options.strict)

@@ -21,6 +21,13 @@ from fullgraph_compile.integrations.plain import NotServed, PlainModule
 from fullgraph_compile.options import BadOption, Options
 from fullgraph_compile.report import Report
 from fullgraph_compile.variant import Variant, attributes, keep_guard, left_something, thin
+from fullgraph_compile.watching import WORKS
+
+# Hooks of submodules are looked at; and Dynamo's own shortcut past them, which newer versions have turned off as it
+# reads freed memory, is not taken: ``StandingGuards`` is in its place.
+_GUARDS = {"skip_nnmodule_hook_guards": False}
+if WORKS and hasattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards"):
+    _GUARDS["use_recursive_dict_tags_for_guards"] = False
 
 
 class Tracer:
@@ -97,8 +104,7 @@ class Tracer:
         )
         before = attributes(module)
         oblivious = symbolic_config.patch(backed_size_oblivious=not unbacked)  # type: ignore[attr-defined]
-        hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-        with self.modes(), oblivious, hooks:
+        with self.modes(), oblivious, torch._dynamo.config.patch(_GUARDS):
             try:
                 result = traced(module, marked)
             except (TorchDynamoException, ConstraintViolationError) as error:
@@ -110,9 +116,24 @@ class Tracer:
         variant = Variant(seen[0], traced, body.__code__, marked, unbacked, weakref.ref(module))
         if not left_something(before):
             variant.learn(seen[1], outputs, result)
-        if variant.direct and not self.holds(variant):
-            variant.direct = False
+        if variant.direct:
+            variant.stand()
+            if not self.holds(variant):
+                variant.direct = False
+            elif not self.stands(variant):
+                variant.standing = None
         return variant, result
+
+    def stands(self, variant: Variant) -> bool:
+        """Whether the module and its weights are known to be as they were when all was last asked.
+
+        If not, ``replaced`` and ``holds`` tell.
+        """
+        if not variant.stands():
+            variant.changed()
+            return False
+        with self.modes():
+            return variant.still_holds()
 
     def holds(self, variant: Variant) -> bool:
         """Whether the module is as it was when the variant was traced."""

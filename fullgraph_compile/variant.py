@@ -8,13 +8,16 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.utils import _pytree as pytree
 
 from fullgraph_compile.captured import CapturedGraph
+from fullgraph_compile.report import log
+from fullgraph_compile.standing_guards import StandingGuards
+from fullgraph_compile.watching import WORKS
 
 
 class Owner(NamedTuple):
@@ -41,6 +44,7 @@ class Variant:
         owners: placeholder -> where the weight hangs.
         parts: where each submodule hangs.
         numbers: for the numbers of a call, whether the trace is for them.
+        standing: asks the guards without walking through the module; None = they are asked in full each time.
         template: for each leaf of the result, the index of an output, the name of an input, or the constant itself.
     """
 
@@ -59,6 +63,12 @@ class Variant:
     spec: Any = None
     numbers: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     parts: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
+    standing: StandingGuards | None = None
+    _locals: dict[str, Any] = field(default_factory=dict)
+    # Calls until changes are watched for again, and how many those are after the next change: to begin anew takes
+    # as long as ten askings, and a module may change at each call.
+    _quiet: int = 0
+    _pause: int = 0
 
     # -- learning ------------------------------------------------------------------------------------------------
 
@@ -178,6 +188,50 @@ class Variant:
         entry = self._guards()
         sample = self.sample if sample is None else sample
         return entry is not None and bool(entry.guard_manager.check({"module": self.module(), "kwargs": sample}))
+
+    MOST_PAUSE: ClassVar[int] = 255
+
+    def stand(self) -> None:
+        """Begin to watch for changes, where this Python and this torch let it be.  All guards must hold."""
+        module, entry = self.module(), self._guards()
+        if not WORKS or module is None or entry is None:
+            return
+        self._locals = {"module": module, "kwargs": self.sample}
+        try:
+            self.standing = StandingGuards(entry.guard_manager.root, module, self._slots())
+        except Exception as error:  # Dynamo's guards are nobody's interface
+            log.debug("changes of %s cannot be watched: %s", type(module).__name__, error)
+
+    def stands(self) -> bool:
+        """Whether the module, its weights included, is known to be as it was when all was last asked.
+
+        If not, all must be asked: ``replaced`` and ``holds``.
+        """
+        return self.standing is not None and self._quiet == 0 and self.standing.watch.same()
+
+    def still_holds(self) -> bool:
+        """Asks the guards that ``stands`` leaves out."""
+        return self.standing is not None and bool(self.standing.rest.check(self._locals))
+
+    def changed(self) -> None:
+        """``stands`` said no: see to it that it can say yes again.  All must be asked after this, not before."""
+        module = self.module()
+        if self.standing is None or module is None:
+            return
+        if self._quiet:
+            self._quiet -= 1
+        else:
+            self._quiet, self._pause = self._pause, min(2 * self._pause + 1, self.MOST_PAUSE)
+        if not self._quiet:
+            try:
+                self.standing.again(module, self._slots())
+            except (AttributeError, ValueError):
+                self.standing = None
+
+    def _slots(self) -> list[dict[str, Any]]:
+        """Where all weights and submodules hang."""
+        slots = {id(d): d for d in (*(o.slots for o in self.owners.values()), *(p[0] for p in self.parts))}
+        return list(slots.values())
 
     def _guards(self) -> Any:
         entries = _debug_get_cache_entry_list(self.code)

@@ -164,14 +164,23 @@ def _buffers(body: Any) -> list[StaticBuffers]:
     return [s.buffers for r in runners(body) for s in r._sets]
 
 
-def test_guards_are_asked_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guards_are_asked_once_a_call_and_in_full_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     from fullgraph_compile.variant import Variant
+    from fullgraph_compile.watching import WORKS
 
     body = ready("compile", tiny("Llama", num_hidden_layers=1), buckets=[16])
     run(body, 7)
-    asked: list[int] = []
-    holds = Variant.holds
-    monkeypatch.setattr(Variant, "holds", lambda self, *a: asked.append(1) or holds(self, *a))
+    asked: Counter[str] = Counter()
+    for name in ("holds", "still_holds"):
+        plain = getattr(Variant, name)
+        monkeypatch.setattr(
+            Variant, name, lambda self, *a, name=name, plain=plain: asked.update([name]) or plain(self, *a)
+        )
     for n in (7, 3, 12):
         run(body, n)
-    assert len(asked) == 3
+    assert asked == {"still_holds" if WORKS else "holds": 3}
+    if WORKS:
+        body.layers[0].a_note = "not read by the forward"
+        for n in (7, 3, 12):
+            run(body, n)
+        assert asked == {"still_holds": 5, "holds": 1}

@@ -1,0 +1,108 @@
+"""Whether any of many dicts, or objects, has changed: one read of a word of memory for each."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+# Where CPython keeps what is read here, in bytes from the address of the object.
+_TYPE = 8  # of any object: its type
+_VERSION = 24  # of a dict: a number that no other state of any dict has had (PEP 509)
+_MANAGED_DICT = -24  # of an object: its ``__dict__``, from Python 3.11 on
+
+
+class Watch:
+    """Tells whether dicts and objects are as they were when it was made.
+
+    Of a dict, a key or a value that was added, removed or replaced is seen, also by an equal one; of an object, another
+    class or another ``__dict__``.  What lies deeper is not: values that may themselves change must be watched too.
+    That an ``OrderedDict`` only changes its order is not seen.
+
+    It keeps all of them alive, so that the memory that it reads is theirs.
+
+    Args:
+        dicts: plain or ordered dicts.
+        objects: any that have a ``__dict__``.
+
+    Raises:
+        ValueError: an object keeps its ``__dict__`` elsewhere than others do.
+    """
+
+    def __init__(self, dicts: Iterable[dict[str, Any]], objects: Iterable[Any] = ()) -> None:
+        objects = list(objects)
+        own = [vars(o) for o in objects]
+        self._alive = [*objects, *own, *dicts]
+        words = {id(d) + _VERSION for d in self._alive[len(objects) :]}
+        for obj, attributes in zip(objects, own, strict=True):
+            at = id(obj) + (_MANAGED_DICT if type(obj).__dictoffset__ < 0 else type(obj).__dictoffset__)
+            if _word(at) != id(attributes) or _word(id(obj) + _TYPE) != id(type(obj)):
+                raise ValueError(f"a {type(obj).__name__} does not keep its __dict__ where others do")
+            words |= {at, id(obj) + _TYPE}
+        addresses = np.array(sorted(words), dtype=np.int64)
+        first, last = (int(addresses[0]), int(addresses[-1])) if len(addresses) else (0, 0)
+        # All memory between them; only the words themselves are touched.
+        span = ctypes.c_uint64 * ((last - first) // 8 + 1) if len(addresses) else ctypes.c_uint64 * 0
+        memory: Any = span.from_address(first)
+        self._memory = np.frombuffer(memory, dtype=np.uint64)
+        self._places = (addresses - first) // 8
+        self._then = self._memory[self._places]
+
+    def same(self) -> bool:
+        """Whether nothing has changed."""
+        return bool((self._memory.take(self._places) == self._then).all())
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
+class _Sample:
+    pass
+
+
+def _changes(target: _Sample) -> Iterator[tuple[Any, Any]]:
+    """Something to do, each followed by its effect on ``target`` or on its dict ``inner``."""
+    own: dict[str, Any] = vars(target)
+    inner: OrderedDict[str, Any] = own["inner"]
+    yield setattr, (target, "number", 2.0)
+    yield setattr, (target, "added", None)
+    yield delattr, (target, "added")
+    yield own.__setitem__, ("number", True)
+    yield own.update, ({"number": 1},)
+    yield inner.__setitem__, ("a", 1)
+    yield inner.__setitem__, ("a", 2)
+    yield inner.__delitem__, ("a",)
+    yield inner.update, ({"b": 1},)
+    yield inner.clear, ()
+    yield setattr, (target, "__class__", type("Other", (_Sample,), {}))
+    yield setattr, (target, "__dict__", dict(own))
+
+
+def _works() -> bool:
+    """Tries every kind of change: what is read is CPython's own business, and newer ones do without."""
+    if sys.implementation.name != "cpython" or sys.version_info >= (3, 13) or sys.maxsize < 2**32:
+        return False
+    if hasattr(sys, "gettotalrefcount"):  # a debug build lays objects out differently
+        return False
+    target = _Sample()
+    target.number, target.inner = 1, OrderedDict()  # type: ignore[attr-defined]
+    try:
+        for change, args in _changes(target):
+            watch = Watch([vars(target)["inner"]], [target])
+            if not watch.same():
+                return False
+            change(*args)
+            if watch.same():
+                return False
+    except ValueError:
+        return False
+    return True
+
+
+WORKS = _works()
+"""Whether changes can be watched on this Python: CPython 3.10 to 3.12."""

@@ -1,0 +1,185 @@
+"""What a forward reads besides its arguments may change in many places; a call after the change is never stale."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullgraph_compile.compiled_body import compiled_body
+from fullgraph_compile.variant import Variant
+from fullgraph_compile.watching import WORKS
+from tests.models import T2, tiny
+from tests.runtime.bodies import check, equal, ready, replays, run
+
+watched = pytest.mark.skipif(not WORKS, reason="changes are not watched on this Python")
+
+FACTOR = 1.5
+FACTORS = {"inner": 1.25}
+
+
+def scaled(x: Tensor, by: float = 1.0) -> Tensor:
+    return x * by
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.number = 2.0
+        self.numbers = [0.5, 3.0]
+        self.deep = {"number": 0.75}
+
+
+class Reader(nn.Module):
+    """Reads numbers from wherever a forward may read them."""
+
+    of_class = 1.1
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.own = 0.9
+        self.listed = [1.2, 1.3]
+        self.pair = (1.0, 0.7)
+        self.named = {"a": 1.4}
+        self.function = scaled
+        self.flag = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.own * self.of_class * FACTOR * FACTORS["inner"]
+        x = x * self.settings.number * self.settings.numbers[1] * self.settings.deep["number"]
+        x = self.function(x * self.listed[0] * self.pair[1] * self.named["a"])
+        x = -x if self.flag else x
+        return x + len(self.listed) + hasattr(self, "extra")
+
+
+class Reads(T2):
+    """Two layers, each with a reader of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, hidden=8, heads=2)
+        settings = Settings()
+        for layer in self.layers:
+            layer.mlp = Reader(settings)
+
+
+class Negated(Reader):
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
+def negative(x: Tensor, by: float = 1.0) -> Tensor:
+    return -x
+
+
+def last(m: Any) -> Any:
+    return m.layers[1].mlp
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a number of a module": lambda m: setattr(last(m), "own", 1.9),
+    "a flag": lambda m: setattr(last(m), "flag", True),
+    "a list in a module": lambda m: last(m).listed.__setitem__(0, 2.2),
+    "a dict in a module": lambda m: last(m).named.update(a=2.4),
+    "a function in a module": lambda m: setattr(last(m), "function", negative),
+    "an attribute that was not there": lambda m: setattr(last(m), "extra", None),
+    "a number of an object": lambda m: setattr(last(m).settings, "number", 2.5),
+    "a dict of an object": lambda m: last(m).settings.deep.update(number=0.25),
+    "an object": lambda m: setattr(last(m), "settings", copy.deepcopy(last(m).settings).__class__()),
+    "a class": lambda m: setattr(last(m), "__class__", Negated),
+    "a __dict__": lambda m: setattr(last(m), "__dict__", {**vars(last(m)), "own": 0.35}),
+    "a hook": lambda m: last(m).register_forward_hook(lambda _m, _a, out: out + 1),
+    "a hook past its method": lambda m: last(m)._forward_hooks.update({77: lambda _m, _a, out: out * 2}),
+    "a pre-hook": lambda m: m.layers[0].norm2.register_forward_pre_hook(lambda _m, args: (args[0] + 1,)),
+    "a submodule": lambda m: setattr(m.layers[0], "mlp", nn.Tanh()),
+}
+
+
+def test_a_change_of_the_module_is_followed_wherever_it_is() -> None:
+    module = Reads().eval()
+    eager = copy.deepcopy(module)
+    body = ready("compile", module, buckets=[8])
+    check(body, eager, 7, 5)
+    for name, change in CHANGES.items():
+        before = run(eager, 7)
+        change(module), change(eager)
+        assert not torch.equal(run(eager, 7), before), name
+        for n in (7, 5):
+            got, want = run(body, n), run(eager, n)
+            assert torch.allclose(got, want, rtol=1e-4, atol=1e-4), name
+
+
+def test_a_change_outside_of_the_module_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Reads().eval()
+    eager = copy.deepcopy(module)
+    body = ready("compile", module, buckets=[8])
+    here = globals()
+    code = scaled.__code__
+    changes: dict[str, Callable[[], Any]] = {
+        "a global number": lambda: monkeypatch.setitem(here, "FACTOR", 0.5),
+        "a global dict": lambda: monkeypatch.setitem(FACTORS, "inner", 2.5),
+        "a number of a class": lambda: monkeypatch.setattr(Reader, "of_class", -1.0),
+        "the code of a function": lambda: setattr(scaled, "__code__", negative.__code__),
+        "the code back": lambda: setattr(scaled, "__code__", code),
+    }
+    for name, change in changes.items():
+        before = run(eager, 7)
+        change()
+        assert not torch.equal(run(eager, 7), before), name
+        for n in (7, 5):
+            got, want = run(body, n), run(eager, n)
+            assert torch.allclose(got, want, rtol=1e-4, atol=1e-4), name
+
+
+@watched
+def test_how_much_is_asked_at_a_call_does_not_grow_with_the_layers() -> None:
+    asked = []
+    for layers in (2, 3):
+        body = tiny("Qwen3", num_hidden_layers=layers)
+        config: Any = body.config
+        ready("compile", body, buckets=[8])
+        (variant,) = _variants(body)
+        assert variant.standing is not None
+        # The one list that has an entry for each layer is looked at whole.
+        asked.append(variant.standing.asked - len(config.layer_types))
+        assert asked[-1] < 300
+    assert asked[0] == asked[1]
+
+
+@watched
+def test_a_module_that_changes_at_each_call_is_right_and_asked_in_full() -> None:
+    module = T2(layers=1).eval()
+    eager = copy.deepcopy(module)
+    body = ready("compile", module)
+    start = replays(body)
+    for i in range(20):
+        module.calls = i
+        check(body, eager, 7)
+    assert replays(body) == start + 20
+    (variant,) = _variants(body)
+    assert variant._pause > 8
+    module.layers[0].mlp[1] = eager.layers[0].mlp[1] = nn.Tanh()
+    check(body, eager, 7, 5)
+
+
+@watched
+def test_it_is_watched_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = T2(layers=1).eval()
+    eager = copy.deepcopy(module)
+    body = ready("compile", module)
+    module.note = 1
+    run(body, 7)
+    monkeypatch.setattr(Variant, "holds", lambda *a: pytest.fail("asked in full without a change"))
+    check(body, eager, 7, 5)
+    monkeypatch.undo()
+    module.layers[0].norm1.eps = eager.layers[0].norm1.eps = 3.0
+    equal(run(body, 7), run(eager, 7))
+
+
+def _variants(body: nn.Module) -> list[Variant]:
+    compiled = compiled_body(body)
+    assert compiled is not None
+    return [v for vs in compiled._variants.values() for v in vs]
