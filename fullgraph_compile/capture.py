@@ -45,7 +45,7 @@ Outputs = Sequence[tuple[Tensor, int | None]]
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """The first rows of a bucket's inputs and outputs, made once for each token count: a view costs as much as a
     small copy."""
 
@@ -62,7 +62,7 @@ class Bucket:
     inputs: dict[int, Tensor]
     outputs: list[Tensor]
     graph: RecordedGraph | None = None
-    rows: dict[int, _Rows] = field(default_factory=dict)
+    rows: dict[int, Rows] = field(default_factory=dict)
 
 
 class CaptureSet:
@@ -138,11 +138,7 @@ class CaptureSet:
         assert lengths is not None, "the ladder holds legal buckets only"
         # With a cache nothing is written, and the keys are those of the reserved page, which belongs to no request.
         batch = PrefillBatch.for_capture(lengths, self.cache, self.device)
-        values: list[Any] = list(args)
-        for i in self.inputs.sizes:
-            values[i] = bucket.tokens
-        for i, tensor in (*bucket.inputs.items(), *self._values.items()):
-            values[i] = tensor
+        values = self.values_of(bucket, args)
         self.program.plan(batch, self.buffers.stage(batch, bucket.tokens))
 
         def run() -> None:
@@ -151,6 +147,15 @@ class CaptureSet:
                 buffer.copy_(result)
 
         return run
+
+    def values_of(self, bucket: Bucket, args: Sequence[Any]) -> list[Any]:
+        """The placeholders of a run of the bucket: its static inputs, and the weights of ``args``."""
+        values: list[Any] = list(args)
+        for i in self.inputs.sizes:
+            values[i] = bucket.tokens
+        for i, tensor in (*bucket.inputs.items(), *self._values.items()):
+            values[i] = tensor
+        return values
 
     def _allocate(self, args: Sequence[Any]) -> None:
         ladder = self.limits.ladder
@@ -198,6 +203,13 @@ class CaptureSet:
         """
         bucket = self.buckets[tokens]
         assert bucket.graph is not None
+        rows = self.stage(tokens, args, batch, poison)
+        bucket.graph.replay()
+        return list(rows.outputs)
+
+    def stage(self, tokens: int, args: Sequence[Any], batch: PrefillBatch, poison: Poison | None) -> Rows:
+        """Write a batch and its inputs into what the bucket's graph reads; returns the rows that are real."""
+        bucket = self.buckets[tokens]
         rows = bucket.rows.get(batch.tokens)
         if rows is None:
             rows = bucket.rows[batch.tokens] = self._first_rows(bucket, batch.tokens)
@@ -209,11 +221,10 @@ class CaptureSet:
         for i, dim in self.inputs.tokens.items():
             self._zero_padded_rows(i, bucket, dim, batch.tokens)
         self.program.plan(batch, static)
-        bucket.graph.replay()
-        return list(rows.outputs)
+        return rows
 
-    def _first_rows(self, bucket: Bucket, tokens: int) -> _Rows:
-        return _Rows(
+    def _first_rows(self, bucket: Bucket, tokens: int) -> Rows:
+        return Rows(
             [bucket.inputs[i].narrow(dim, 0, tokens) for i, dim in self.inputs.tokens.items()],
             [
                 buffer if dim is None else buffer.narrow(dim, 0, tokens)

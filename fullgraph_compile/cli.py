@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fullgraph_compile import attention
 from fullgraph_compile.attention.conformance import Conformance, check_attention
-from fullgraph_compile.commands import add_ladder
+from fullgraph_compile.commands import add_bench, add_ladder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Packages that this one works with, in the order that a person looks for them.
@@ -75,7 +75,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     doctor.add_argument("--device", choices=("cpu", "cuda"), help="where (default: the GPU, if there is one)")
     doctor.add_argument("--dtype", choices=tuple(DTYPES), help="in what (default: all that a backend supports)")
     doctor.set_defaults(run=_doctor)
-    return parser, {"doctor": doctor, "ladder": add_ladder(commands)}
+    return parser, {"doctor": doctor, "ladder": add_ladder(commands), "bench": add_bench(commands)}
 
 
 def _options(parser: argparse.ArgumentParser) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 from rich.console import Console
 
 from fullgraph_compile.bench.models import DTYPES, PRESETS, SMALL, build
+from fullgraph_compile.bench.names import ROUTES
 from fullgraph_compile.ladder import check_lengths
 from fullgraph_compile.options import parse_bytes
 
@@ -69,6 +71,74 @@ def model_of(parser: argparse.ArgumentParser, args: argparse.Namespace, console:
         return build(name, device, dtype, layers=args.layers), device
     except (ValueError, OSError) as error:
         parser.error(str(error))
+
+
+def add_bench(commands: Any) -> argparse.ArgumentParser:
+    """Put ``bench`` among the commands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench", help="time a model by every route, against the limit of this machine", allow_abbrev=False,
+        description="Time calls by token count: eager, torch.compile, reduce-overhead, the pieces captured one by one, "
+        "and one graph; beside them the time in which the machine could read the weights or multiply with them.",
+    )  # fmt: skip
+    _add_model(parser)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", metavar="N",
+        help="token counts (default: 8 30 64 128 256 512 1024 2048; cpu: 8 30 64)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--routes", nargs="+", choices=ROUTES, metavar="ROUTE",
+        help=f"of {', '.join(ROUTES)} (default: all; cpu: eager compiled full_prefill)",
+    )  # fmt: skip
+    parser.add_argument("--measured", action="store_true", help="the measured ladder in place of the default one")
+    parser.add_argument("--compiler", choices=("inductor", "aot_eager", "eager"), help="default: inductor; cpu: eager")
+    parser.add_argument("--repeats", type=int, default=50, metavar="N", help="calls for each time (default: 50)")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="so many calls of random lengths besides")
+    parser.add_argument(
+        "--random-seconds", type=float, default=60.0, metavar="S", help="most time for them, each route (default: 60)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--plot", nargs="+", metavar="FILE", help="draw it: .png or .svg (needs matplotlib)")
+    parser.set_defaults(run=bench_command)
+    return parser
+
+
+def bench_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """``fgc bench``."""
+    from fullgraph_compile.bench.run import Settings, bench
+    from fullgraph_compile.bench.show import plot, print_result
+
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 150)
+    for path in args.plot or ():
+        if Path(path).suffix not in (".png", ".svg"):
+            parser.error(f"--plot {path} must end in .png or .svg")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: pip install "fullgraph-compile[bench]"')
+    if any(n < 1 for n in (*(args.tokens or ()), args.repeats)):
+        parser.error("--tokens and --repeats take positive integers")
+    body, device = model_of(parser, args, console)
+    cuda = device.type == "cuda"
+    if not cuda:
+        console.print(
+            "No GPU: CUDA graphs, reduce-overhead, pieces and device memory cannot be measured here. full_prefill is "
+            "played by the tape, which shows padding and that it runs, not how fast it is."
+        )
+    sizes = tuple(sorted(set(args.tokens or ((8, 30, 64, 128, 256, 512, 1024, 2048) if cuda else (8, 30, 64)))))
+    options: dict[str, Any] = {
+        "max_tokens": sizes[-1], "attention": args.attention, "graphs": "auto" if cuda else "tape",
+        "compiler": args.compiler or ("inductor" if cuda else "eager"),
+    }  # fmt: skip
+    if args.measured:
+        options["buckets"] = "measured"
+    routes = tuple(args.routes or (ROUTES if cuda else ("eager", "compiled", "full_prefill")))
+    settings = Settings(sizes, routes, options, args.repeats, args.random, args.random_seconds)
+    result = bench(body, args.model, device, settings, lambda text: print(f"fgc bench: {text}", file=sys.stderr))
+    console.print(result.report, markup=False)
+    if args.json:
+        write_json(args.json, {**result.as_dict(), "layers": args.layers, "command": " ".join(["fgc", *sys.argv[1:]])})
+    if args.plot:
+        plot(result, args.plot)
+    print_result(result, console)
+    return 0
 
 
 def read_lengths(path: str) -> tuple[tuple[int, float], ...]:

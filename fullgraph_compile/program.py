@@ -54,6 +54,10 @@ class Program:
     def prepare(self, inputs: Sequence[Any]) -> None:
         """What must be done to the weights before their addresses are read for a capture.  By default nothing."""
 
+    def joined(self, inputs: Sequence[Any]) -> list[Any]:
+        """What the pieces read in the place of the inputs.  By default the inputs themselves."""
+        return list(inputs)
+
     def plan(self, batch: PrefillBatch, static: StaticBatch) -> None:
         """What attention prepares on the host for a call."""
         self.attention.plan(batch, static, self.sites)

@@ -112,7 +112,7 @@ def test_a_backend_that_is_named_twice_is_checked_once(capsys: pytest.CaptureFix
         (["doctor", "--fast"], ["unknown argument --fast; valid are --help, --attention, --device, --dtype"]),
         (["doctor", "now"], ["unknown argument now; valid are --help, --attention, --device, --dtype"]),
         (["doctor", "--dev", "cpu"], ["unknown argument --dev cpu; valid are"]),
-        (["--verbose"], ["unknown argument --verbose; valid are --help, --version, doctor, ladder"]),
+        (["--verbose"], ["unknown argument --verbose; valid are --help, --version, doctor, ladder, bench"]),
         (["surgeon"], ["invalid choice: 'surgeon'", "doctor"]),
         (["doctor", "--device", "cuda"], ["--device cuda: torch finds no CUDA device here; valid is cpu"]),
     ],

@@ -1,0 +1,170 @@
+"""The bench: every route by token count, the limit, padding, host time and start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import fullgraph_compile as fgc
+from fullgraph_compile.bench.limits import Limit, measure_limit
+from fullgraph_compile.bench.models import projections, vocabulary
+from fullgraph_compile.bench.names import NEEDS_CUDA, PLAIN
+from fullgraph_compile.bench.random_lengths import Beyond, between, play, random_lengths
+from fullgraph_compile.bench.routes import Ours, first_call, forget, is_graph, plain_route, random_ids
+from fullgraph_compile.bench.timing import machine, median_ms
+from fullgraph_compile.graphs import RecordedGraph
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        sizes: token counts, one request each.
+        routes: of ``routes.ROUTES``.
+        options: of ``fgc.compile``.
+        repeats: calls for each time.
+        random: calls of random lengths; 0 = none.
+        random_s: most seconds for them, for each route.
+    """
+
+    sizes: tuple[int, ...]
+    routes: tuple[str, ...]
+    options: dict[str, Any]
+    repeats: int = 50
+    random: int = 0
+    random_s: float = 60.0
+
+
+@dataclass
+class Result:
+    """What was measured; times are ms of a whole call, in the median.
+
+    Attributes:
+        times: route -> token count -> ms.
+        host: token count -> ms until a call of full_prefill returns, with the device idle.
+        buckets: token count -> the bucket that full_prefill replays; None = the compiled route.
+        start_up: route -> seconds of its first call; of full_prefill until every bucket is captured.
+        memory_bytes: device memory that getting ready took, by the driver's count.
+        random: route -> totals of calls of random lengths.
+        not_measured: what, and why.
+    """
+
+    machine: str
+    model: str
+    dtype: str
+    limit: Limit
+    times: dict[str, dict[int, float]] = field(default_factory=dict)
+    host: dict[int, float] = field(default_factory=dict)
+    buckets: dict[int, int | None] = field(default_factory=dict)
+    start_up: dict[str, float] = field(default_factory=dict)
+    memory_bytes: int = 0
+    random: dict[str, Beyond] = field(default_factory=dict)
+    not_measured: list[str] = field(default_factory=list)
+    report: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        sizes = sorted({n for times in self.times.values() for n in times})
+        return {
+            **asdict(self),
+            "limit_ms": {n: self.limit.ms(n) for n in sizes},
+            "random": {name: {**asdict(b), "beyond_ms": b.beyond_ms} for name, b in self.random.items()},
+        }
+
+
+def bench(body: nn.Module, name: str, device: torch.device, settings: Settings, say: Callable[[str], None]) -> Result:
+    """Measure a body; it is compiled in place at the end.
+
+    Routes that are none of ours come first, as ``fgc.compile`` moves weights together.  A route that fails is reported
+    as not measured.
+
+    Args:
+        say: told what is measured now.
+    """
+    dtype = next(body.parameters()).dtype
+    say("memory bandwidth and matrix rate")
+    result = Result(machine(), name, str(dtype).removeprefix("torch."), measure_limit(projections(body), dtype, device))
+    for route in (r for r in PLAIN if r in settings.routes):
+        say(route)
+        if route in NEEDS_CUDA and device.type != "cuda":
+            result.not_measured.append(f"{route}: needs a GPU")
+            continue
+        try:
+            _plain(result, route, body, device, settings)
+        except Exception as error:
+            result.not_measured.append(f"{route}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        forget(device)
+    if any(r not in PLAIN for r in settings.routes):
+        _ours(result, body, device, settings, say)
+    return result
+
+
+def _plain(result: Result, route: str, body: nn.Module, device: torch.device, settings: Settings) -> None:
+    call, words = plain_route(route, body), vocabulary(body)
+    inputs = {n: random_ids(words, n, device) for n in settings.sizes}
+    result.start_up[route] = first_call(call, inputs[settings.sizes[0]][0], device)
+    times = result.times[route] = {}
+    for n, ids in inputs.items():
+        times[n] = median_ms(call, ids, device, repeats=settings.repeats)
+    if settings.random and route == "reduce-overhead":
+        lengths = random_lengths(settings.random, max(settings.sizes))
+        result.random[route] = play(
+            call, lengths, between(times), device, vocabulary=words, at_most_s=settings.random_s
+        )
+
+
+def _ours(
+    result: Result, body: nn.Module, device: torch.device, settings: Settings, say: Callable[[str], None]
+) -> None:
+    say("full_prefill: compiling and capturing")
+    ours, words = Ours(body, device, settings.options), vocabulary(body)
+    ours.start()
+    result.start_up["full_prefill"], result.memory_bytes = ours.ready_s, ours.memory_bytes
+    inputs = {n: random_ids(words, n, device) for n in settings.sizes}
+    times = {route: result.times.setdefault(route, {}) for route in settings.routes if route not in PLAIN}
+    for n, ids in inputs.items():
+        say(f"full_prefill and its pieces: {n} tokens")
+        decision = ours.decision(n)
+        result.buckets[n] = decision.bucket if is_graph(decision) else None
+        if "compiled" in times:
+            with ours.without_graphs():
+                times["compiled"][n] = median_ms(ours, ids, device, repeats=settings.repeats)
+        if "full_prefill" in times:
+            times["full_prefill"][n] = median_ms(ours, ids, device, repeats=settings.repeats)
+            result.host[n] = median_ms(ours, ids, device, repeats=settings.repeats, wait=False)
+        if "pieces" in times and device.type == "cuda" and is_graph(decision):
+            assert decision.bucket is not None
+            with ours.pieces(decision.bucket, ids[0]) as call:
+                times["pieces"][n] = median_ms(call, ids, device, repeats=settings.repeats)
+    if "pieces" in times and device.type != "cuda":
+        result.not_measured.append("pieces: needs a GPU")
+    if settings.random and "full_prefill" in times:
+        say("full_prefill: random lengths")
+        _random(result, ours, device, settings, words)
+    result.report = str(fgc.report(body))
+
+
+def _replay_of(graph: RecordedGraph) -> Callable[[Any], None]:
+    return lambda _: graph.replay()
+
+
+def _random(result: Result, ours: Ours, device: torch.device, settings: Settings, words: int) -> None:
+    runner = ours.runner
+    replays = {
+        tokens: median_ms(_replay_of(bucket.graph), [torch.empty(0)], device, repeats=10)
+        for tokens, bucket in runner.buckets.items()
+        if bucket.graph is not None
+    }
+    compiled = between(result.times.get("compiled") or result.times["full_prefill"])
+
+    def alone(n: int) -> float:
+        decision = ours.decision(n)
+        return replays[decision.bucket] if is_graph(decision) and decision.bucket in replays else compiled(n)
+
+    lengths = random_lengths(settings.random, max(settings.sizes))
+    result.random["full_prefill"] = play(ours, lengths, alone, device, vocabulary=words, at_most_s=settings.random_s)

@@ -1,0 +1,98 @@
+"""The bench as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fullgraph_compile.bench.names import MEANING, ROUTES
+from fullgraph_compile.bench.run import Result
+
+
+def print_result(result: Result, console: Console) -> None:
+    """Times by token count, then start-up, memory, random lengths, and what was not measured."""
+    routes = [r for r in ROUTES if result.times.get(r)]
+    sizes = sorted({n for r in routes for n in result.times[r]})
+    table = Table("tokens", "limit", *routes, "over limit", "host", "bucket", "padding")
+    for column in table.columns:
+        column.justify = "right"
+    for n in sizes:
+        table.add_row(
+            str(n), f"{result.limit.ms(n):.2f}", *(_ms(result.times[r].get(n)) for r in routes), *_rest(result, n)
+        )
+    limit = result.limit
+    console.print(f"{result.model}, {result.dtype}, one request; {result.machine}", markup=False)
+    console.print(
+        f"limit: {limit.weight_bytes / 1e9:.2f} GB of weights at {limit.bandwidth / 1e9:.0f} GB/s, or "
+        f"{limit.rate / 1e9:.0f} Gflop/s, both measured here; times in ms of a whole call, median",
+        markup=False,
+    )
+    console.print(table)
+    for route in routes:
+        took = f" (start-up {result.start_up[route]:.1f} s)" if route in result.start_up else ""
+        console.print(f"  {route}: {MEANING[route]}{took}", markup=False)
+    if result.memory_bytes:
+        console.print(f"  graphs and all that getting ready took: {result.memory_bytes / 2**20:.0f} MiB", markup=False)
+    for route, beyond in result.random.items():
+        console.print(
+            f"  {beyond.calls} calls of random lengths, {route}: {beyond.total_s:.2f} s, {beyond.beyond_ms:.3f} ms a "
+            f"call beyond the replays themselves ({beyond.replays_s:.2f} s)",
+            markup=False,
+        )
+    for line in result.not_measured:
+        console.print(f"  not measured: {line}", markup=False)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _rest(result: Result, n: int) -> tuple[str, str, str, str]:
+    ours = result.times.get("full_prefill", {}).get(n)
+    bucket = result.buckets.get(n)
+    return (
+        "" if ours is None else f"{ours / result.limit.ms(n):.2f}x",
+        f"{result.host[n]:.3f}" if n in result.host else "",
+        ("" if n not in result.buckets else "none") if bucket is None else str(bucket),
+        "" if bucket is None else f"{1 - n / bucket:.0%}",
+    )
+
+
+def plot(result: Result, paths: Sequence[str]) -> None:
+    """Draw times by token count, on logarithmic axes, with the limit.
+
+    Args:
+        paths: files to write; the ending says the format: .png or .svg.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for route in (r for r in ROUTES if result.times.get(r)):
+        times = sorted(result.times[route].items())
+        ours: dict[str, Any] = {"linewidth": 2.5, "zorder": 3} if route == "full_prefill" else {"linewidth": 1.3}
+        axes.plot([n for n, _ in times], [ms for _, ms in times], marker="o", markersize=4, label=route, **ours)
+    sizes = sorted({n for times in result.times.values() for n in times})
+    axes.plot(sizes, [result.limit.ms(n) for n in sizes], "k--", linewidth=1, label="limit of the machine")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [str(n) for n in sizes], rotation=45)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of the call")
+    axes.set_ylabel("ms a call")
+    axes.set_title(f"{result.model}, {result.dtype}\n{result.machine}", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    for path in paths:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        figure.savefig(path, dpi=150)
+    pyplot.close(figure)

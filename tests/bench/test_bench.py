@@ -1,0 +1,116 @@
+"""``fgc bench`` on a CPU: the table, JSON and picture, what it says of what it cannot measure, and the limit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullgraph_compile import cli
+from fullgraph_compile.bench import models, run
+from fullgraph_compile.bench.limits import Limit, measure_limit
+from fullgraph_compile.bench.random_lengths import between, play, random_lengths
+from fullgraph_compile.bench.timing import median_ms
+from tests.test_cli_ladder import TINY
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(models.PRESETS, models.SMALL, ("Llama", TINY))
+    monkeypatch.setattr(run, "measure_limit", lambda n, dtype, device: Limit(1e12, 1e15, 4 * n, n))
+
+
+def fgc(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        code: Any = cli.main(("bench", *argv))
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_on_a_cpu_it_says_what_it_cannot_measure_and_runs_the_small_preset(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / "new" / name for name in ("b.json", "b.png", "b.svg")]
+    code, out, err = fgc(
+        capsys, "qwen3-8b", "--tokens", "30", "8", "--repeats", "3", "--random", "5",
+        "--routes", "eager", "compiled", "pieces", "reduce-overhead", "full_prefill",
+        "--json", str(files[0]), "--plot", str(files[1]), str(files[2]),
+    )  # fmt: skip
+    assert code == 0, err
+    assert "smollm2-135m is measured in its place" in out and "No GPU" in out
+    assert "not measured: reduce-overhead: needs a GPU" in out and "not measured: pieces: needs a GPU" in out
+    rows = [[c.strip() for c in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│ ")]
+    sizes = {row[0]: row for row in rows if len(row) == 9}
+    assert sizes["8"][-2:] == ["8", "0%"] and sizes["30"][-2:] == ["30", "0%"]
+    assert "5 calls of random lengths, full_prefill" in out
+    found = json.loads(files[0].read_text())
+    assert found["model"] == models.SMALL and found["dtype"] == "float32"
+    assert set(found["times"]) == {"eager", "compiled", "pieces", "full_prefill"} and not found["times"]["pieces"]
+    assert all(found["times"][r].keys() == {"8", "30"} for r in ("eager", "compiled", "full_prefill"))
+    assert found["limit_ms"]["8"] == pytest.approx(1e3 * max(4 * 18432 / 1e12, 2 * 8 * 18432 / 1e15))
+    assert found["start_up"]["full_prefill"] > 0 and found["random"]["full_prefill"]["calls"] == 5
+    assert files[1].read_bytes().startswith(b"\x89PNG") and b"<svg" in files[2].read_bytes()
+
+
+def test_a_route_that_fails_is_not_measured_and_the_others_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str, body: Any) -> Any:
+        raise RuntimeError("planned\nsecond line")
+
+    monkeypatch.setattr(run, "plain_route", broken)
+    code, out, _ = fgc(capsys, "--tokens", "8", "--repeats", "3")
+    assert code == 0 and "not measured: eager: RuntimeError: planned\n" in out
+    assert "full_prefill: one graph per token bucket" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--plot", "x.pdf"], ["x.pdf must end in .png or .svg"]),
+        (["--tokens", "0"], ["positive integers"]),
+        (["--routes", "fast"], ["invalid choice: 'fast'", "full_prefill"]),
+        (["gpt-9"], ["no preset"]),
+    ],
+)
+def test_bad_arguments_say_what_is_valid(argv: list[str], said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = fgc(capsys, *argv)
+    assert code == 2 and all(text in err for text in said), err
+
+
+def test_the_limit_is_reading_the_weights_until_multiplying_takes_longer() -> None:
+    limit = Limit(bandwidth=4e12, rate=8e14, weight_bytes=14 * 10**9, weights=7 * 10**9)
+    assert limit.ms(1) == limit.ms(100) == pytest.approx(3.5)
+    assert limit.ms(2000) == pytest.approx(35.0)
+
+
+def test_bandwidth_and_rate_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure_limit(1000, torch.float32, CPU)
+    assert found.weight_bytes == 4000
+    assert 1e8 < found.bandwidth < 1e13 and 1e8 < found.rate < 1e14
+
+
+def test_random_lengths_are_the_same_each_time_and_time_ends_them() -> None:
+    lengths = random_lengths(50, 2048)
+    assert lengths == random_lengths(50, 2048) and set(lengths) <= set(range(1, 2049))
+    seen: list[int] = []
+    beyond = play(lambda ids: seen.append(ids.shape[1]), lengths, lambda n: 0.0, CPU, vocabulary=9, at_most_s=60)
+    assert seen == lengths and beyond.calls == 50 and beyond.beyond_ms >= 0
+    assert play(lambda ids: None, lengths, lambda n: 0.0, CPU, vocabulary=9, at_most_s=0.0).calls == 0
+    assert between({10: 1.0, 20: 3.0})(15) == 2.0
+
+
+def test_a_median_is_of_at_least_three_calls_over_rotating_inputs() -> None:
+    seen: list[int] = []
+    inputs = [torch.tensor([i]) for i in range(3)]
+    assert median_ms(lambda x: seen.append(int(x)), inputs, CPU, repeats=5, at_most_s=0.0, warm=2) >= 0
+    assert seen == [0, 1, 0, 1, 2]
