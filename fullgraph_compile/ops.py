@@ -17,12 +17,23 @@ Layouts (all contiguous in the last dim):
     softcap scores s become softcap * tanh(s / softcap); 0.0 = off
     site    index into the sites of the compiled body; -1 until ``mark_attention`` has numbered it
     ->      [tokens, heads, value_head_size], contiguous; rows past the real total are zeros
+
+``full_prefill::hosted_attention`` stands for a call to the attention of an engine that runs the body itself and
+captures it (SGLang).  Nothing of what it computes is known, only its shapes; rows past the real total hold anything.
+
+    q, k, v  [tokens, ...]; k and v may be None
+    others   further tensors of the call, each with one row a token or the same for all tokens
+    facts    what else the call was given, as text
+    width    elements of an output row
+    site     which attention module was called; each module has its own number
+    ->       [tokens, width]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +43,22 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, float scale, int left, int right, "
     "float softcap, int site) -> Tensor"
 )
+_library.define(
+    "hosted_attention(Tensor q, Tensor? k, Tensor? v, Tensor[] others, str facts, int width, int site) -> Tensor"
+)
 
 attention = torch.ops.full_prefill.attention.default
+hosted_attention = torch.ops.full_prefill.hosted_attention.default
+
+SITE_OPS = frozenset({attention, hosted_attention})
+"""The ops that stand for attention; the last argument of each is the site."""
+
+
+def operands(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors among the arguments of a call to one of ``SITE_OPS``, in order; None where one is absent."""
+    if isinstance(args[3], (list, tuple)):
+        return (*args[:3], *args[3])
+    return args[:5]
 
 
 @dataclass(frozen=True)
@@ -88,6 +113,15 @@ def _attention_fake(
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
+@torch.library.register_fake("full_prefill::hosted_attention", lib=_library)
+def _hosted_attention_fake(
+    q: Tensor, k: Tensor | None, v: Tensor | None, others: list[Tensor], facts: str, width: int, site: int
+) -> Tensor:
+    dtype = q.dtype if v is None else v.dtype
+    # Attention over eight-bit keys answers in bfloat16.
+    return q.new_empty(q.shape[0], width, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
+
+
 Attend = Callable[..., Tensor]
 """(q, k, v, sinks, slopes, scale, left, right, softcap, site) -> [tokens, heads, value_head_size]."""
 
@@ -112,3 +146,10 @@ def _attention(*args: object) -> Tensor:
 
 
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
+
+
+def _hosted_attention(*args: object) -> Tensor:
+    raise RuntimeError("full_prefill::hosted_attention is called by the body that its engine captures, nowhere else")
+
+
+_library.impl("hosted_attention", _hosted_attention, "CompositeExplicitAutograd")

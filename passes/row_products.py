@@ -1,4 +1,4 @@
-"""Rules of the padding proof for products: matmul and its kin, convolutions, and the marked attention op."""
+"""Rules of the padding proof for products: matmul and its kin, convolutions, and the ops that stand for attention."""
 
 from __future__ import annotations
 
@@ -136,4 +136,17 @@ def attention(call: Call) -> State:
     for x in (call.arg(3, "sinks"), call.arg(4, "slopes")):
         if x is not None and call.state(x) != UNIFORM:
             raise Refused("sinks and slopes of attention must not depend on rows")
+    return Rows(0)
+
+
+def hosted_attention(call: Call) -> State:
+    """An engine's own attention, by contract: it keeps requests apart.  Its padded rows hold anything; no rule may take
+    them for zeros."""
+    for i, name in enumerate(("q", "k", "v")):
+        x = call.arg(i, name)
+        if x is not None and call.state(x) != Rows(0):
+            raise Refused("attention needs q, k and v as rows with the token dim first")
+    for x in call.arg(3, "others"):
+        if call.state(x) not in (Rows(0), UNIFORM):
+            raise Refused("attention takes tensors with one row a token, or the same for all tokens")
     return Rows(0)

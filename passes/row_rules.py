@@ -14,7 +14,7 @@ from . import row_functions as other
 from .permuted_rows import cumsum, floor_divide, grouped_mm, histc, sort
 from .row_functions import Rule, along, cast, elementwise, factory, free, reshape
 from .row_indexing import embedding, gather, getitem, index_select, narrow, one_hot, select, setitem
-from .row_products import attention, conv1d, einsum, linear, matmul_of, outer, pad
+from .row_products import attention, conv1d, einsum, hosted_attention, linear, matmul_of, outer, pad
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Op:
 _reduce, _reduce2 = along(1, drops=True), along(2, drops=True)
 
 TABLE: dict[str, Op] = {
-    # the marked op
+    # the ops that stand for attention
     "full_prefill::attention": Op(attention, always=True),
+    "full_prefill::hosted_attention": Op(hosted_attention, always=True),
     # arithmetic
     "add": Op(elementwise),
     "sub": Op(elementwise),

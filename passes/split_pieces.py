@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fullgraph_compile.ops import attention
+from fullgraph_compile.ops import SITE_OPS, operands
 from fullgraph_compile.passes.common import expression, is_size, output_node, placeholders, value_of
 from fullgraph_compile.passes.part import written
 
@@ -26,7 +26,7 @@ class PieceCall:
 
 @dataclass(frozen=True)
 class SiteCall:
-    """Attend at site ``site``: slots of q, k, v, sinks and slopes (None where absent)."""
+    """Attend at site ``site``: slots of the tensors of the call (q, k, v, sinks and slopes), None where absent."""
 
     site: int
     inputs: tuple[int | None, ...]
@@ -103,9 +103,9 @@ def split_pieces(body: GraphModule) -> Pieces:
             )
         if i < len(sites):
             site = sites[i]
-            operands = tuple(slots[n] if isinstance(n, Node) else None for n in site.args[:5])
+            inputs = tuple(slots[n] if isinstance(n, Node) else None for n in operands(site.args))
             slots[site] = len(slots)
-            steps.append(SiteCall(int(site.args[9]), operands, slots[site]))  # type: ignore[arg-type]
+            steps.append(SiteCall(int(site.args[-1]), inputs, slots[site]))  # type: ignore[arg-type]
     outputs = tuple(slots[n] for n in returned)
     kept = set(outputs)
     return Pieces(tuple(kinds), tuple(examples), frozenset(interpret), _with_drops(steps, kept), outputs, len(slots))
@@ -116,7 +116,7 @@ def _parts(body: GraphModule) -> tuple[list[_Part], list[Node]]:
     for node in body.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is attention:
+        if node.target in SITE_OPS:
             sites.append(node)
             parts.append(_Part())
         elif not _copied(node):

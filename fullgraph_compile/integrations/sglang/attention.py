@@ -1,0 +1,166 @@
+"""SGLang's attention modules as sites: an op in the trace, the module itself when the body runs.
+
+NOTE: A site is a module, never a layer number: two modules of one MLA layer share theirs, and differ in heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fullgraph_compile.ops import AttentionSite, hosted_attention
+
+# Further tensors of a call that the op can carry, and what is no tensor.
+TENSORS = ("q_rope", "k_rope", "sinks", "topk_indices", "cos_sin_cache", "llama_4_scaling")
+CONSTANTS = ("is_neox",)
+# Set on each module for the time of a capture.
+_NUMBER = "_full_prefill_site"
+
+
+@dataclass(frozen=True)
+class HostedCall:
+    """One call to an attention module in the traced body.
+
+    Attributes:
+        module: index into the modules of the body.
+        names: keywords of the tensors after q, k and v.
+        save_kv: whether the call writes its keys and values to the cache.
+        constants: keywords that are no tensors.
+        width: elements of an output row.
+    """
+
+    module: int
+    names: tuple[str, ...]
+    save_kv: bool
+    constants: dict[str, Any]
+    width: int
+
+
+@dataclass
+class Sites:
+    """The attention modules of a body, in the order in which they are first called.
+
+    Attributes:
+        forward: the attention modules' own forward.
+        modules: each has its index as its number while a capture goes on.
+        refused: what the op cannot express, in words; filled by the eager call before the trace.
+        batch: SGLang's batch of the call that runs.
+    """
+
+    forward: Callable[..., Any]
+    modules: list[nn.Module] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    batch: Any = None
+
+    def record(self, module: Any, result: Any, key_value_num_tokens: Any, names: Sequence[str]) -> None:
+        """Learn of one call from the eager run of the body."""
+        if not hasattr(module, _NUMBER):
+            setattr(module, _NUMBER, len(self.modules))
+            self.modules.append(module)
+        layer = f"attention of layer {getattr(module, 'layer_id', '?')}"
+        unknown = sorted(n for n in names if n not in TENSORS + CONSTANTS)
+        if unknown:
+            self.refused.append(f"{layer} gets {', '.join(unknown)}, which is unknown")
+        if key_value_num_tokens is not None:
+            self.refused.append(f"{layer} gets key_value_num_tokens, which is unknown")
+        if not isinstance(result, Tensor):
+            self.refused.append(f"{layer} returns more than its output")
+
+    def forget(self) -> None:
+        for module in self.modules:
+            with contextlib.suppress(AttributeError):
+                delattr(module, _NUMBER)
+        self.modules, self.refused, self.batch = [], [], None
+
+    def call(self, call: HostedCall, operands: Sequence[Any]) -> Tensor:
+        """Attend, as SGLang does for the batch that runs.
+
+        Args:
+            operands: q, k and v, then the tensors of ``call.names``.
+        """
+        q, k, v, *others = operands
+        result = self.forward(
+            self.modules[call.module], q, k, v, self.batch, call.save_kv,
+            **dict(zip(call.names, others, strict=True)), **call.constants,
+        )  # fmt: skip
+        return result.reshape(-1, call.width)
+
+    def described(self, body: nn.Module) -> tuple[AttentionSite, ...]:
+        """The sites for a report."""
+        paths = {id(m): name for name, m in body.named_modules()}
+        dtype = next((p.dtype for p in body.parameters()), torch.float32)
+        return tuple(
+            AttentionSite(
+                i, type(m).__name__, paths.get(id(m), ""), int(m.tp_q_head_num), int(m.tp_k_head_num),
+                int(m.qk_head_dim), int(m.v_head_dim), float(m.scaling),
+                right=0 if getattr(m.attn_type, "value", "decoder") == "decoder" else -1,
+                left=int(m.sliding_window_size) if (m.sliding_window_size or -1) > 0 else -1,
+                softcap=float(m.logit_cap or 0.0), dtype=dtype,
+            )
+            for i, m in enumerate(self.modules)
+        )  # type: ignore[arg-type]  # fmt: skip
+
+
+def hooked_forward(sites: Sites) -> Callable[..., Any]:
+    """What stands for ``RadixAttention.forward`` during a capture."""
+    original = sites.forward
+
+    def forward(
+        self: Any, q: Tensor, k: Any, v: Any, forward_batch: Any, save_kv_cache: bool = True,
+        key_value_num_tokens: int | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if not torch.compiler.is_compiling():
+            result = original(self, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs)
+            sites.record(self, result, key_value_num_tokens, [n for n in kwargs if kwargs[n] is not None])
+            return result
+        names = [n for n in TENSORS if kwargs.get(n) is not None]
+        others = [kwargs[n] for n in names]
+        constants = ",".join([f"{n}={int(kwargs[n])}" for n in CONSTANTS if kwargs.get(n) is not None])
+        facts = f"{int(save_kv_cache)};{','.join(names)};{constants}"
+        width = self.tp_q_head_num * self.v_head_dim
+        return torch.ops.full_prefill.hosted_attention.default(q, k, v, others, facts, width, self._full_prefill_site)
+
+    return forward
+
+
+def number_calls(gm: GraphModule) -> tuple[HostedCall, ...]:
+    """Number the attention calls of a graph: the last argument, which named the module, becomes the call's index."""
+    calls: list[HostedCall] = []
+    for node in gm.graph.nodes:
+        if node.target is not hosted_attention:
+            continue
+        q, k, v, others, facts, width, module = node.args
+        save, names, constants = str(facts).split(";")
+        pairs = (c.split("=") for c in filter(None, constants.split(",")))
+        calls.append(
+            HostedCall(
+                int(module), tuple(filter(None, names.split(","))), save == "1", {n: bool(int(x)) for n, x in pairs},
+                int(width),
+            )
+        )  # fmt: skip
+        node.args = (q, k, v, others, facts, width, len(calls) - 1)
+    gm.recompile()
+    return tuple(calls)
+
+
+@contextlib.contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of an attribute, for a time."""
+    before = holder.__dict__.get(name, _ABSENT)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)
+
+
+_ABSENT = object()

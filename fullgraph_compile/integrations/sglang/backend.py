@@ -1,0 +1,66 @@
+"""SGLang's full backend, which captures the compiled body and counts what it replays."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fullgraph_compile.integrations.sglang.counting import count_fallbacks
+from fullgraph_compile.integrations.sglang.release import FULL_BACKEND, find
+from fullgraph_compile.integrations.sglang.session import CaptureSession
+from fullgraph_compile.integrations.sglang.settings import Settings
+from fullgraph_compile.report import Report
+
+
+@functools.cache
+def backend_class(base: type) -> type:
+    """A subclass of SGLang's full backend: its runner keys slots, metadata and outputs on the class."""
+
+    class FullPrefillCompileBackend(base):  # type: ignore[valid-type, misc]
+        """Captures the compiled body; how a graph is recorded, kept and replayed stays SGLang's own.
+
+        Attributes:
+            report: what was compiled, captured, replayed and not.
+            session: the last capture.
+        """
+
+        report: Report
+        session: CaptureSession
+        settings: Settings
+
+        @contextmanager
+        def capture_session(self, stream: Any) -> Iterator[None]:
+            runner = self._cuda_graph_runner
+            report = self.report
+            self.session = CaptureSession(runner.layer_model, self.settings, report)
+            start, compiling = time.perf_counter(), report.compile_seconds
+            with super().capture_session(stream), self.session.active():
+                yield
+            report.capture_seconds = time.perf_counter() - start - (report.compile_seconds - compiling)
+            report.buckets = tuple(sorted({int(key.size) for key in self._graphs}))
+            report.slots = int(runner._capture_req_slots)
+            report.ready = True
+            count_fallbacks(runner, report)
+
+        def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
+            result = super().replay(shape_key, static_forward_batch, **kwargs)
+            self.report.replayed(int(shape_key.size), int(self._cuda_graph_runner.raw_num_tokens))
+            return result
+
+    return FullPrefillCompileBackend
+
+
+def adopt(backend: Any, settings: Settings, report: Report) -> Any:
+    """Turn the backend that SGLang made into ours; any other than the full one is left as it is.
+
+    The class is changed in place, so that whatever SGLang gave its constructor holds.
+    """
+    base = find(FULL_BACKEND)
+    if base is None or not isinstance(backend, base):
+        return backend
+    backend.__class__ = backend_class(type(backend))
+    backend.settings, backend.report = settings, report
+    return backend

@@ -1,0 +1,175 @@
+"""The hooks into SGLang: which prefill backend it takes, what that backend captures, and what becomes of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.integrations.sglang import release
+from fullgraph_compile.integrations.sglang.backend import adopt
+from fullgraph_compile.integrations.sglang.counting import as_json, count_all
+from fullgraph_compile.integrations.sglang.metadata import check_attention, describe_attention
+from fullgraph_compile.integrations.sglang.release import Release, find
+from fullgraph_compile.integrations.sglang.session import Unsafe
+from fullgraph_compile.integrations.sglang.settings import SWITCH, Settings
+from fullgraph_compile.registry import register
+from fullgraph_compile.report import Report, log
+
+
+@dataclass
+class Plugin:
+    """The plugin in one process.
+
+    Attributes:
+        reports: one for each model whose prefill was captured, or was not.
+    """
+
+    settings: Settings
+    release: Release
+    reports: list[Report] = field(default_factory=list)
+    # Set while SGLang builds a runner: the report of its model.
+    building: Report | None = None
+
+    # -- hooks: each gets what it wraps first ----------------------------------------------------------------------
+
+    def parse(self, original: Callable[..., Any], server_args: Any) -> Any:
+        """Take ``full`` for prefill where the user chose nothing.  It is not marked as the user's own choice, so that
+        SGLang may still turn graphs off where it must."""
+        result = original(server_args)
+        prefill = _prefill_config(server_args)
+        if ("prefill", "backend") in {(str(p), k) for p, k in server_args._cuda_graph_config_locked}:
+            if prefill.backend != "full":
+                log.warning(
+                    "%s=1 does nothing: prefill backend %r was chosen, the plugin serves 'full' only", SWITCH,
+                    str(prefill.backend),
+                )  # fmt: skip
+        elif prefill.backend != "disabled":
+            log.info("prefill backend 'full' in place of %r, by %s", str(prefill.backend), SWITCH)
+            prefill.backend = "full"
+        return result
+
+    def resolve(self, original: Callable[..., Any], cuda_graph_runner: Any) -> Any:
+        backend = original(cuda_graph_runner)
+        if self.building is None:
+            return backend
+        return adopt(backend, self.settings, self.building)
+
+    def capture(self, original: Callable[..., Any], *, model_runner: Any, eager_runner: Any, **kwargs: Any) -> Any:
+        """Capture prefill; where no graph may be captured, say why and let SGLang run prefill eagerly."""
+        if model_runner.is_draft_worker:
+            return original(model_runner=model_runner, eager_runner=eager_runner, **kwargs)
+        report = self.building = Report(name=f"SGLang prefill of {type(model_runner.model).__name__}")
+        self.reports.append(report)
+        register(_Reported(report, model_runner), list(model_runner.model.parameters()))
+        config = _prefill_config(model_runner.server_args)
+        full = str(config.backend) == "full"
+        try:
+            if full:
+                check_attention(model_runner.attn_backend)
+            result = original(model_runner=model_runner, eager_runner=eager_runner, **kwargs)
+        except Unsafe as error:
+            if self.settings.unsafe == "error" or self.settings.strict:
+                raise
+            return self._eager(model_runner, eager_runner, Reason.UNPROVEN, str(error), report)
+        finally:
+            self.building = None
+        if not hasattr(result, "runner"):
+            # SGLang answers with the runner itself where no bucket is legal, which its caller does not expect.
+            return self._eager(model_runner, eager_runner, Reason.NO_BUCKET, _no_bucket(model_runner, config), report)
+        if full:
+            self._captured(result, model_runner, eager_runner, report)
+        return result
+
+    def state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Show the reports where SGLang shows its own state."""
+        output = original(*args, **kwargs)
+        if isinstance(getattr(output, "internal_state", None), dict):
+            output.internal_state["fullgraph_compile"] = [{"name": r.name, **as_json(r)} for r in self.reports]
+        return output
+
+    # -- what came of it -------------------------------------------------------------------------------------------
+
+    def _captured(self, result: Any, model_runner: Any, eager_runner: Any, report: Report) -> None:
+        backend = getattr(result.runner, "backend", None)
+        session = getattr(backend, "session", None)
+        if session is None:
+            detail = "SGLang captured no prefill graph; its log says why"
+            if self.settings.strict:
+                raise RuntimeError(f"fullgraph_compile: {detail} ({SWITCH}=strict)")
+            count_all(eager_runner, Reason.GRAPHS_OFF, detail, report)
+            log.warning("%s: %s", report.name, detail)
+            return
+        report.graph_bytes = int(result.memory_usage_gb * 2**30)
+        what = "the body as SGLang has it" if session.failed else f"{self.settings.compiler}, {report.compiles} trace"
+        log.info(
+            "fullgraph_compile %s on SGLang %s: %s: %s; %d attention sites, %d buckets %s, %d request slots, "
+            "%d graphs; padding %s; compiled in %.1f s, captured in %.1f s",
+            version("fullgraph-compile"), self.release.version, report.name, what, len(report.sites), len(report.buckets),
+            list(report.buckets), report.slots, len(backend._graphs), report.proof or "not looked at",
+            report.compile_seconds, report.capture_seconds,
+        )  # fmt: skip
+
+    def _eager(self, model_runner: Any, eager_runner: Any, reason: Reason, detail: str, report: Report) -> Any:
+        log.warning("%s runs eagerly: %s: %s", report.name, reason.value, detail)
+        report.ready = True
+        count_all(eager_runner, reason, detail, report)
+        return find(release.GRAPH_CAPTURE)(
+            runner=eager_runner, memory_phase="prefill", memory_usage_gb=0, capture_time=0
+        )
+
+
+class _Reported:
+    """What ``fgc.report()`` finds; lives as long as the model's runner."""
+
+    def __init__(self, report: Report, owner: Any) -> None:
+        self.report = report
+        owner._full_prefill_reported = self
+
+
+def install(settings: Settings) -> Plugin:
+    """Register the hooks and see that SGLang took them: it would only log one that it cannot place.
+
+    Raises:
+        UnknownRelease: this SGLang is not known, or did not take a hook.
+    """
+    found = release.installed()
+    if not found.tested:
+        log.warning("SGLang %s was not tested with the plugin (tested: %s)", found.version, ", ".join(release.TESTED))
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    plugin = Plugin(settings, found)
+    hooks = {
+        found.parse: plugin.parse,
+        release.RESOLVE: plugin.resolve,
+        release.CAPTURE: plugin.capture,
+        release.STATE: plugin.state,
+    }
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    lost = sorted(set(hooks) - set(HookRegistry._patched))
+    if lost:
+        raise release.UnknownRelease(f"SGLang {found.version} did not take the hooks on {', '.join(lost)}")
+    return plugin
+
+
+def _prefill_config(server_args: Any) -> Any:
+    """What SGLang has resolved for prefill so far."""
+    view = find(release.ROOT + "arg_groups.overrides.resolving_view")
+    config = (view(server_args) if view is not None else server_args).cuda_graph_config
+    execution = find(release.ROOT + "runtime_context.get_exec")
+    if config is None and execution is not None:
+        config = execution().graph.cuda_graph_config
+    return config.prefill
+
+
+def _no_bucket(model_runner: Any, config: Any) -> str:
+    slots, context = config.full_prefill_max_req, model_runner.model_config.context_len
+    return (
+        f"attention {describe_attention(model_runner.attn_backend)}, context length {context}, capacity "
+        f"{slots} request slots x {context} = {(slots or 0) * context} tokens; give SGLang buckets "
+        f"(--cuda-graph-bs-prefill) within it"
+    )

@@ -1,0 +1,113 @@
+"""One capture by SGLang's runner, with the compiled body in place of the model's own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.integrations.sglang.attention import Sites, hooked_forward, replaced
+from fullgraph_compile.integrations.sglang.body import CompiledForward, NotCompiled, difference, without_empty_list
+from fullgraph_compile.integrations.sglang.release import ATTENTION, find
+from fullgraph_compile.integrations.sglang.settings import Settings
+from fullgraph_compile.integrations.sglang.traceable import traceable
+from fullgraph_compile.report import Report, log
+
+
+class Unsafe(RuntimeError):
+    """The body's padding is not proven safe, so no graph may be captured of it."""
+
+
+class CaptureSession:
+    """What stands in for the body's forward while SGLang captures.
+
+    The first call runs three times: as SGLang runs it, traced and compiled, and, where no count without a value can be
+    traced, with one.  What cannot be compiled is captured as SGLang has it; what is not proven is not captured.
+
+    Attributes:
+        failed: why the body is captured as it is; None = it is not.
+    """
+
+    def __init__(self, body: nn.Module, settings: Settings, report: Report) -> None:
+        self.body, self.settings, self.report = body, settings, report
+        self.failed: NotCompiled | None = None
+        self._stack = contextlib.ExitStack()
+        self._original: Any = None
+        self._sites: Sites | None = None
+        self._compiled: tuple[CompiledForward, bool] | None = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """For the time of the capture: SGLang captures what ``body.forward`` computes then."""
+        attention = find(ATTENTION)
+        self._sites = sites = Sites(attention.forward)
+        self._original = self.body.forward
+        # SGLang reads the signature of the body's forward.
+        forward = functools.wraps(self._original)(lambda *args, **kwargs: self._forward(*args, **kwargs))
+        with contextlib.ExitStack() as stack:
+            stack.callback(sites.forget)
+            stack.enter_context(replaced(attention, "forward", hooked_forward(sites)))
+            stack.enter_context(replaced(self.body, "forward", forward))
+            self._stack = stack
+            yield
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._sites is not None
+        self._sites.batch = args[2] if len(args) > 2 else kwargs["forward_batch"]
+        if self.failed is not None:
+            return self._original(*args, **kwargs)
+        if self._compiled is None:
+            return self._first(args, kwargs)
+        compiled, unbacked = self._compiled
+        return compiled(args, kwargs, unbacked=unbacked)
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._sites is not None
+        start = time.perf_counter()
+        expected = without_empty_list(self._original(*args, **kwargs))
+        try:
+            if self._sites.refused:
+                raise NotCompiled(Reason.UNMARKED, "; ".join(dict.fromkeys(self._sites.refused)))
+            self._stack.enter_context(traceable(self.body))
+            output = self._compile(args, kwargs)
+            wrong = difference(output, expected)
+            if wrong is not None:
+                raise NotCompiled(Reason.NOT_COMPILED, f"the compiled body is wrong: {wrong}")
+        except NotCompiled as error:
+            self._compiled = None
+            self._fell_back(error)
+            return expected
+        self.report.sites = self._sites.described(self.body)
+        log.info("%s: compiled in %.1f s", self.report.name, time.perf_counter() - start)
+        return output
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._sites is not None
+        refusal: NotCompiled | None = None
+        for unbacked in (True, False):
+            compiled = CompiledForward(self._original, self._sites, self.settings, self.report)
+            try:
+                output = compiled(args, kwargs, unbacked=unbacked)
+            except NotCompiled as error:
+                if error.reason is not Reason.NOT_TRACED:
+                    raise
+                log.debug("%s: unbacked=%s: %s", self.report.name, unbacked, error)
+                refusal = error
+                continue
+            self._compiled = compiled, unbacked
+            return output
+        assert refusal is not None
+        raise refusal
+
+    def _fell_back(self, error: NotCompiled) -> None:
+        if error.reason is Reason.UNPROVEN:
+            raise Unsafe(error.detail) from None
+        self.failed = error
+        self.report.fell_back(error.reason, error.detail)
+        if self.settings.strict:
+            raise RuntimeError(f"fullgraph_compile: the body is not compiled: {error}") from None
