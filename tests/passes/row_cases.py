@@ -87,6 +87,7 @@ CASES: dict[str, Case] = {
     "full_prefill::attention": lambda x, ids: ops.attention(
         x.view(-1, 2, 4), x.view(-1, 2, 4), x.view(-1, 2, 4), None, None, 1.0, -1, 0, 0.0, -1
     ),
+    "full_prefill::hosted_attention": lambda x, ids: ops.hosted_attention(x, x.view(-1, 2, 4), None, [x, B], "", 8, 0),
     **{n: binary(n) for n in ("rsub", "multiply", "fmod", "remainder", "atan2", "maximum", "minimum")},
     **{n: binary(n) for n in ("eq", "ne", "lt", "le", "gt", "ge", "greater", "logical_and", "logical_or")},
     **{n: binary(n) for n in ("logical_xor", "complex")},

@@ -51,10 +51,13 @@ class Sites:
         modules: each has its index as its number while a capture goes on.
         refused: what the op cannot express, in words; filled by the eager call before the trace.
         batch: SGLang's batch of the call that runs.
+        context: finds the context in which older releases look a module up by its layer number, again; None = there is
+            no such thing.
     """
 
     forward: Callable[..., Any]
-    modules: list[nn.Module] = field(default_factory=list)
+    context: Callable[[], Any] | None = None
+    modules: list[Any] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     batch: Any = None
 
@@ -85,11 +88,19 @@ class Sites:
             operands: q, k and v, then the tensors of ``call.names``.
         """
         q, k, v, *others = operands
-        result = self.forward(
+        result = self.attend(
             self.modules[call.module], q, k, v, self.batch, call.save_kv,
             **dict(zip(call.names, others, strict=True)), **call.constants,
         )  # fmt: skip
         return result.reshape(-1, call.width)
+
+    def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The attention module's own forward."""
+        context = None if self.context is None else self.context()
+        if context is None:
+            return self.forward(module, *args, **kwargs)
+        with replaced(context, "attention_layers", _Always(module)), replaced(context, "mha_companion_layers", None):
+            return self.forward(module, *args, **kwargs)
 
     def described(self, body: nn.Module) -> tuple[AttentionSite, ...]:
         """The sites for a report."""
@@ -104,19 +115,28 @@ class Sites:
                 softcap=float(m.logit_cap or 0.0), dtype=dtype,
             )
             for i, m in enumerate(self.modules)
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
+
+
+class _Always:
+    """A list that has one and the same module everywhere."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.module
 
 
 def hooked_forward(sites: Sites) -> Callable[..., Any]:
     """What stands for ``RadixAttention.forward`` during a capture."""
-    original = sites.forward
 
     def forward(
         self: Any, q: Tensor, k: Any, v: Any, forward_batch: Any, save_kv_cache: bool = True,
         key_value_num_tokens: int | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         if not torch.compiler.is_compiling():
-            result = original(self, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs)
+            result = sites.attend(self, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs)
             sites.record(self, result, key_value_num_tokens, [n for n in kwargs if kwargs[n] is not None])
             return result
         names = [n for n in TENSORS if kwargs.get(n) is not None]

@@ -16,10 +16,10 @@ from fullgraph_compile.report import Report
 
 
 @functools.cache
-def backend_class(base: type) -> type:
+def backend_class(base: Any) -> Any:
     """A subclass of SGLang's full backend: its runner keys slots, metadata and outputs on the class."""
 
-    class FullPrefillCompileBackend(base):  # type: ignore[valid-type, misc]
+    class FullPrefillCompileBackend(base):
         """Captures the compiled body; how a graph is recorded, kept and replayed stays SGLang's own.
 
         Attributes:
@@ -61,6 +61,7 @@ def adopt(backend: Any, settings: Settings, report: Report) -> Any:
     base = find(FULL_BACKEND)
     if base is None or not isinstance(backend, base):
         return backend
-    backend.__class__ = backend_class(type(backend))
+    made: Any = type(backend)
+    backend.__class__ = backend_class(made)
     backend.settings, backend.report = settings, report
     return backend

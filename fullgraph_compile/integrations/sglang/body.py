@@ -97,7 +97,9 @@ def _prove(gm: GraphModule, token: Any, report: Report) -> None:
     refusals += padding.refusals
     leaves = output_node(gm).args[0]
     for leaf, dim in zip(leaves, padding.outputs, strict=True):  # type: ignore[arg-type]
-        if isinstance(leaf, torch.fx.Node) and (dim != 0 or leaf.name not in proof.rows):
+        # What a refused op leads to is no cause of its own.
+        named = isinstance(leaf, torch.fx.Node) and leaf.name not in proof.tainted
+        if named and (dim != 0 or leaf.name not in proof.rows):
             refusals.append(refusal(leaf, "leaves the body not as rows, which SGLang would cut"))
     if refusals:
         report.proof = f"not proven safe: {some_of(refusals)}"

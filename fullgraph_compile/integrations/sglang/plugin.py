@@ -39,7 +39,7 @@ class Plugin:
         """Take ``full`` for prefill where the user chose nothing.  It is not marked as the user's own choice, so that
         SGLang may still turn graphs off where it must."""
         result = original(server_args)
-        prefill = _prefill_config(server_args)
+        prefill = _resolved(server_args)
         if ("prefill", "backend") in {(str(p), k) for p, k in server_args._cuda_graph_config_locked}:
             if prefill.backend != "full":
                 log.warning(
@@ -64,7 +64,7 @@ class Plugin:
         report = self.building = Report(name=f"SGLang prefill of {type(model_runner.model).__name__}")
         self.reports.append(report)
         register(_Reported(report, model_runner), list(model_runner.model.parameters()))
-        config = _prefill_config(model_runner.server_args)
+        config = _published(model_runner.server_args)
         full = str(config.backend) == "full"
         try:
             if full:
@@ -73,7 +73,7 @@ class Plugin:
         except Unsafe as error:
             if self.settings.unsafe == "error" or self.settings.strict:
                 raise
-            return self._eager(model_runner, eager_runner, Reason.UNPROVEN, str(error), report)
+            return self._eager(model_runner, eager_runner, Reason.UNPROVEN, error.detail, report)
         finally:
             self.building = None
         if not hasattr(result, "runner"):
@@ -93,7 +93,7 @@ class Plugin:
     # -- what came of it -------------------------------------------------------------------------------------------
 
     def _captured(self, result: Any, model_runner: Any, eager_runner: Any, report: Report) -> None:
-        backend = getattr(result.runner, "backend", None)
+        backend: Any = getattr(result.runner, "backend", None)
         session = getattr(backend, "session", None)
         if session is None:
             detail = "SGLang captured no prefill graph; its log says why"
@@ -107,8 +107,8 @@ class Plugin:
         log.info(
             "fullgraph_compile %s on SGLang %s: %s: %s; %d attention sites, %d buckets %s, %d request slots, "
             "%d graphs; padding %s; compiled in %.1f s, captured in %.1f s",
-            version("fullgraph-compile"), self.release.version, report.name, what, len(report.sites), len(report.buckets),
-            list(report.buckets), report.slots, len(backend._graphs), report.proof or "not looked at",
+            version("fullgraph-compile"), self.release.version, report.name, what, len(report.sites),
+            len(report.buckets), list(report.buckets), report.slots, len(backend._graphs), report.proof,
             report.compile_seconds, report.capture_seconds,
         )  # fmt: skip
 
@@ -156,14 +156,17 @@ def install(settings: Settings) -> Plugin:
     return plugin
 
 
-def _prefill_config(server_args: Any) -> Any:
-    """What SGLang has resolved for prefill so far."""
+def _resolved(server_args: Any) -> Any:
+    """The configuration of prefill graphs while SGLang still resolves its arguments."""
     view = find(release.ROOT + "arg_groups.overrides.resolving_view")
-    config = (view(server_args) if view is not None else server_args).cuda_graph_config
-    execution = find(release.ROOT + "runtime_context.get_exec")
-    if config is None and execution is not None:
-        config = execution().graph.cuda_graph_config
-    return config.prefill
+    return (server_args if view is None else view(server_args)).cuda_graph_config.prefill
+
+
+def _published(server_args: Any) -> Any:
+    """The configuration of prefill graphs that the runners read."""
+    if find(release.ROOT + "arg_groups.overrides.resolving_view") is None:
+        return server_args.cuda_graph_config.prefill
+    return find(release.ROOT + "runtime_context.get_exec")().graph.cuda_graph_config.prefill
 
 
 def _no_bucket(model_runner: Any, config: Any) -> str:

@@ -109,8 +109,18 @@ def installed() -> Release:
     return Release(version, next(target for target in PARSE if find(target)))
 
 
+def attention_context() -> Any:
+    """What gives the context of the custom op that older releases send attention through; None for the others."""
+    if find(_OP) is None:
+        return None
+    return find(ROOT + "model_executor.runner_backend_utils.tc_piecewise_cuda_graph.get_tc_piecewise_forward_context")
+
+
+_OP = ROOT + "layers.radix_attention._unified_attention_with_output_impl"
+
+
 def _attention_is_known() -> bool:
     if find(f"{ATTENTION}._eager_attention") is not None:
         return True
-    op = find(ROOT + "layers.radix_attention._unified_attention_with_output_impl")
+    op = find(_OP)
     return op is not None and "use_mha_companion" in inspect.signature(op).parameters

@@ -13,7 +13,7 @@ from torch import nn
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.sglang.attention import Sites, hooked_forward, replaced
 from fullgraph_compile.integrations.sglang.body import CompiledForward, NotCompiled, difference, without_empty_list
-from fullgraph_compile.integrations.sglang.release import ATTENTION, find
+from fullgraph_compile.integrations.sglang.release import ATTENTION, attention_context, find
 from fullgraph_compile.integrations.sglang.settings import Settings
 from fullgraph_compile.integrations.sglang.traceable import traceable
 from fullgraph_compile.report import Report, log
@@ -21,6 +21,10 @@ from fullgraph_compile.report import Report, log
 
 class Unsafe(RuntimeError):
     """The body's padding is not proven safe, so no graph may be captured of it."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"fullgraph_compile: {Reason.UNPROVEN.value}: {detail}")
+        self.detail = detail
 
 
 class CaptureSession:
@@ -45,7 +49,7 @@ class CaptureSession:
     def active(self) -> Iterator[None]:
         """For the time of the capture: SGLang captures what ``body.forward`` computes then."""
         attention = find(ATTENTION)
-        self._sites = sites = Sites(attention.forward)
+        self._sites = sites = Sites(attention.forward, attention_context())
         self._original = self.body.forward
         # SGLang reads the signature of the body's forward.
         forward = functools.wraps(self._original)(lambda *args, **kwargs: self._forward(*args, **kwargs))
@@ -80,7 +84,7 @@ class CaptureSession:
                 raise NotCompiled(Reason.NOT_COMPILED, f"the compiled body is wrong: {wrong}")
         except NotCompiled as error:
             self._compiled = None
-            self._fell_back(error)
+            self._give_up(error)
             return expected
         self.report.sites = self._sites.described(self.body)
         log.info("%s: compiled in %.1f s", self.report.name, time.perf_counter() - start)
@@ -104,10 +108,11 @@ class CaptureSession:
         assert refusal is not None
         raise refusal
 
-    def _fell_back(self, error: NotCompiled) -> None:
+    def _give_up(self, error: NotCompiled) -> None:
         if error.reason is Reason.UNPROVEN:
             raise Unsafe(error.detail) from None
-        self.failed = error
-        self.report.fell_back(error.reason, error.detail)
         if self.settings.strict:
             raise RuntimeError(f"fullgraph_compile: the body is not compiled: {error}") from None
+        self.failed = error
+        self.report.proof = f"not looked at, as the body is captured as SGLang has it: {error}"
+        log.warning("%s: the body is captured as SGLang has it, not compiled: %s", self.report.name, error)

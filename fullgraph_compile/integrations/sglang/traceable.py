@@ -79,8 +79,9 @@ def plain_class(struct: Any) -> type:
 @contextlib.contextmanager
 def _native_ops(body: nn.Module) -> Iterator[None]:
     """SGLang's own switch of its fused ops to their forms in torch ops."""
-    switched = []
+    switched: list[Any] = []
     try:
+        module: Any
         for module in body.modules():
             if hasattr(module, "enter_torch_compile") and not getattr(module, "is_torch_compile", False):
                 # The count decides about experts only: above one, they stay as they are.
