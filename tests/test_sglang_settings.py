@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 
 import pytest
 
 from fullgraph_compile.integrations import sglang
 from fullgraph_compile.integrations.sglang.settings import OPTIONS, SWITCH, BadSetting, Settings
+from fullgraph_compile.options import Options
 
 
 def read(switch: str | None, options: object = None) -> Settings:
@@ -57,6 +59,14 @@ def test_a_bad_setting_says_what_is_valid(switch: str, options: object, words: s
     with pytest.raises(BadSetting) as error:
         read(switch, options)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("option", [f.name for f in fields(Options) if f.name != "given"])
+def test_each_option_of_the_package_is_taken_or_refused_with_a_reason(option: str) -> None:
+    if option in ("strict", "compiler", "unsafe"):
+        return
+    with pytest.raises(BadSetting, match="is set by|means nothing here"):
+        read("1", {option: 1})
 
 
 def test_a_bad_setting_ends_sglang_which_would_only_log_it(monkeypatch: pytest.MonkeyPatch) -> None:
