@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fullgraph_compile.attention import AttentionBackend, UnsupportedAttention, create_attention
-from fullgraph_compile.compilers import TraceAgain, compile_piece
+from fullgraph_compile.compilers import TraceAgain, cache_hits, compile_piece
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.ops import AttentionSite
 from fullgraph_compile.options import BadOption, Options
@@ -91,6 +91,7 @@ def move_scalars(gm: GraphModule, weights: frozenset[str], device: torch.device)
 def compile_pieces(pieces: Pieces, options: Options, report: Report) -> tuple[Any, ...]:
     """Compile each distinct piece once.  One that the compiler refuses is interpreted, and the log says so."""
     compiled = []
+    hits = cache_hits()
     for i, kind in enumerate(
         steps(pieces.kinds, f"compiling ({options.compiler})", show=options.show_progress, total=len(pieces.kinds))
     ):
@@ -102,6 +103,8 @@ def compile_pieces(pieces: Pieces, options: Options, report: Report) -> tuple[An
         except Exception as error:
             log.warning("%s: piece %d is run as traced, %s refused it: %r", report.name, i, compiler, error)
             compiled.append(kind.forward)
+    report.pieces += len(pieces.kinds)
+    report.cached_pieces += cache_hits() - hits
     return tuple(compiled)
 
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from fullgraph_compile.assembly import Refused
 from fullgraph_compile.captured import CapturedGraph, PlainGraph
-from fullgraph_compile.compilers import TraceAgain, compile_piece
+from fullgraph_compile.compilers import TraceAgain, compile_piece, warm_workers
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.fixed_size import separates
 from fullgraph_compile.fused_weights import FusedWeights
@@ -87,6 +87,7 @@ def compile_graph(
     weights = [x for n, x in zip(placeholders(gm), example_inputs, strict=True) if is_weight(n, x)]
     for tensor in (x for x in (*weights, *example_inputs) if isinstance(x, Tensor) and x.dim()):
         options.check_device(tensor.device)
+        warm_workers(options.compiler, tensor.device)
         break
     compiled: Any
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):

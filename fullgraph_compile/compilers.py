@@ -23,6 +23,29 @@ TraceAgain = torch._dynamo.exc.RestartAnalysis
 HINT = 512
 
 
+def warm_workers(compiler: str, device: torch.device) -> None:
+    """Start the processes in which Inductor compiles kernels side by side, so that they are ready once it has any.
+
+    torch does so for its own backend only; without them the kernels are compiled one after the other.  It takes a
+    while, so it is called before tracing, and does not wait.
+    """
+    if compiler != "inductor" or device.type != "cuda":
+        return
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except ImportError:  # another torch: they start at the first kernel
+        return
+    maybe_warm_pool()
+
+
+def cache_hits() -> int:
+    """Pieces that were found in torch's caches on disk so far, by this process."""
+    from torch._dynamo.utils import counters
+
+    # One that AOTAutograd's cache holds counts in Inductor's too; an aot_eager piece is in neither.
+    return int(counters["inductor"]["fxgraph_cache_hit"])
+
+
 def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str) -> Compiled:
     """Compile one piece once, symbolically, with an inference-only pipeline.
 

@@ -17,7 +17,7 @@ from fullgraph_compile.dispatch import Limits, Reason
 from fullgraph_compile.forecast import forecast, probe_sizes
 from fullgraph_compile.ladder import capture_lengths, slots_of
 from fullgraph_compile.measured_ladder import Forecast, MeasuredLadder, Timing, choose_ladder
-from fullgraph_compile.progress import steps
+from fullgraph_compile.progress import phase, steps
 from fullgraph_compile.report import log
 from fullgraph_compile.staging import metadata_bytes
 
@@ -117,7 +117,7 @@ def _forecast(runner: BodyRunner, limits: Limits, args: Sequence[Any], cache: Pa
     metadata = metadata_bytes(buckets, limits.context_length, cache)
     probes = _set(runner, replace(limits, ladder=probe_sizes(limits.ladder)), args, cache)
     try:
-        with runner.recorder.session():
+        with phase("forecasting memory", show=runner.show_progress), runner.recorder.session():
             return forecast(probes, runner.recorder, args, metadata)
     finally:
         probes.close()

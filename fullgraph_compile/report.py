@@ -33,6 +33,8 @@ class Report:
         fallbacks: calls that replayed no graph, by reason.
         details: for a reason, what it was about the first time: a node and source line, a limit, an exception.
         compiles: graphs that Dynamo handed over.
+        pieces: distinct pieces that were compiled.
+        cached_pieces: those of them that were found in torch's caches on disk.
         compile_seconds: wall time of compiling the pieces.
         capture_seconds: wall time of warm-up and capture.
         graph_bytes: device memory that capture took; 0 on a CPU.
@@ -53,6 +55,8 @@ class Report:
     fallbacks: Counter[Reason] = field(default_factory=Counter)
     details: dict[Reason, str] = field(default_factory=dict)
     compiles: int = 0
+    pieces: int = 0
+    cached_pieces: int = 0
     compile_seconds: float = 0.0
     capture_seconds: float = 0.0
     graph_bytes: int = 0
@@ -107,9 +111,11 @@ class Report:
             lines.append(f"  attention: {', '.join(_site_groups(self.sites))}")
         if self.proof:
             lines.append(f"  padding: {self.proof}")
+        cached = f" ({self.cached_pieces} of {self.pieces} pieces from the cache)" if self.cached_pieces else ""
         forecast = f" ({self.forecast_bytes / 2**20:.0f} forecast)" if self.forecast_bytes else ""
         lines.append(
-            f"  compiled {self.compiles} graph{'s' * (self.compiles != 1)} in {self.compile_seconds:.1f} s, captured "
+            f"  compiled {self.compiles} graph{'s' * (self.compiles != 1)} in {self.compile_seconds:.1f} s{cached}, "
+            "captured "
             f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} in {self.capture_seconds:.1f} s, "
             f"{self.graph_bytes / 2**20:.0f} MiB of graphs{forecast}, {self.slots} request slots"
         )
@@ -169,6 +175,8 @@ def merge(reports: Iterable[Report]) -> Report:
         merged.fallbacks += report.fallbacks
         merged.details = {**report.details, **merged.details}
         merged.compiles += report.compiles
+        merged.pieces += report.pieces
+        merged.cached_pieces += report.cached_pieces
         merged.compile_seconds += report.compile_seconds
         merged.capture_seconds += report.capture_seconds
         merged.graph_bytes += report.graph_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from fullgraph_compile.backend import compile_graph
 from fullgraph_compile.captured import CapturedGraph
+from fullgraph_compile.compilers import warm_workers
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.fused_weights import FusedWeights
+from fullgraph_compile.graphs.base import collector_off
 from fullgraph_compile.integrations.plain import NotServed, PlainModule
 from fullgraph_compile.options import BadOption, Options
+from fullgraph_compile.progress import phase
 from fullgraph_compile.report import Report
 from fullgraph_compile.variant import Variant, attributes, keep_guard, left_something, thin
 from fullgraph_compile.watching import WORKS
@@ -79,7 +82,10 @@ class Tracer:
         outputs: list[Any] = []
         failed: list[BadOption] = []
 
+        shown = ExitStack()
+
         def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            shown.close()  # what follows shows itself
             try:
                 graph = compile_graph(gm, examples, self.options, self.report, self.fused)
             except BadOption as error:
@@ -103,8 +109,12 @@ class Tracer:
             body, backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": keep_guard}
         )
         before = attributes(module)
+        warm_workers(self.options.compiler, next(x.device for x in call.values() if isinstance(x, Tensor)))
         oblivious = symbolic_config.patch(backed_size_oblivious=not unbacked)  # type: ignore[attr-defined]
-        with self.modes(), oblivious, torch._dynamo.config.patch(_GUARDS):
+        # A trace makes objects by the million, and hardly any garbage: collecting would take a fifth of its time.
+        quiet = collector_off(collect=False)
+        with self.modes(), oblivious, torch._dynamo.config.patch(_GUARDS), quiet, shown:
+            shown.enter_context(phase("tracing", show=self.options.show_progress))
             try:
                 result = traced(module, marked)
             except (TorchDynamoException, ConstraintViolationError) as error:

@@ -15,5 +15,14 @@ def test_the_phases_are_named_on_stderr(shown: bool, capfd: pytest.CaptureFixtur
     with torch.no_grad():
         body(input_ids=tokens(5)[None], use_cache=False)
     said = capfd.readouterr().err
-    for phase in ("compiling (eager)", "warming up", "capturing"):
+    for phase in ("tracing", "compiling (eager)", "warming up", "capturing"):
         assert (f"full_prefill: {phase}" in said) == shown
+
+
+def test_a_choice_of_buckets_shows_its_phases(capfd: pytest.CaptureFixture[str]) -> None:
+    body = fgc.compile(tiny("Llama"), buckets="measured", max_tokens=16, graphs="tape", compiler="eager", progress=True)
+    with torch.no_grad():
+        body(input_ids=tokens(5)[None], use_cache=False)
+    said = capfd.readouterr().err
+    for phase in ("forecasting memory", "timing graphs", "timing without graphs"):
+        assert f"full_prefill: {phase}" in said

@@ -74,13 +74,17 @@ class GraphRecorder(ABC):
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
+def collector_off(*, collect: bool = True) -> Iterator[None]:
     """Collect garbage, then keep the collector off; its state is restored after success and after an exception.
 
     A collection during a capture may destroy another graph or unload a kernel, which ends the capture.
+
+    Args:
+        collect: False only keeps it off.
     """
     was_on = gc.isenabled()
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.disable()
     try:
         yield
