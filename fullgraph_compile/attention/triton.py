@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +42,7 @@ class KernelConfig:
         chunks: most chunks of a tile; requests too long for that get longer ones.
         programs: programs of a launch with split keys, for each multiprocessor; each takes several chunks if there
             are more.
+        one_loop: all keys are masked, in one loop; for few rows.
     """
 
     block_m: int
@@ -50,6 +52,7 @@ class KernelConfig:
     chunk: int = 0
     chunks: int = 1
     programs: int = 2
+    one_loop: bool = False
 
 
 def choose_config(site: AttentionSite, tokens: int, max_k: int, processors: int, shared_memory: int) -> KernelConfig:
@@ -70,23 +73,27 @@ def choose_config(site: AttentionSite, tokens: int, max_k: int, processors: int,
         chunks = max(2, min(_MAX_CHUNKS, _power(4 * processors // tiles)))
         if max_k <= chunk:
             chunk, chunks = 0, 1
-    programs = 2
-    if rows <= _FEW_ROWS and chunk:
-        # Long keys are split by as many programs as fit; short ones, the same as without a cache, want small tiles.
-        block_m, block_n, programs, chunk = 16, 32 if wide else 128, 8, max(chunk, 512)
-    elif rows <= _FEW_ROWS:
+    programs, one_loop = 2, rows <= _FEW_ROWS
+    if one_loop:
         block_m, block_n, stages = 16, 32, 2
+        if chunk:  # long keys are then read by as many programs as fit at once
+            chunk, programs = max(chunk, 512), 8
     if wide and padded > 128:
         block_m = min(block_m, 32)
     row = padded * site.dtype.itemsize * (2 if wide else 1)  # a wide number is taken as the sum of two
     while stages > 1 and row * (block_m + 2 * block_n * stages) > shared_memory:
         stages -= 1
-    return KernelConfig(block_m, block_n, 4, stages, chunk, chunks, programs)
+    return KernelConfig(block_m, block_n, 4, stages, chunk, chunks, programs, one_loop)
 
 
 def padded_size(size: int) -> int:
     """Head size inside the kernel: a power of two, and no smaller than a matrix instruction takes."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def _kind(site: AttentionSite) -> tuple[object, ...]:
+    """Sites that are equal here cut their work alike."""
+    return site.heads, site.kv_heads, site.head_size, site.value_head_size, site.dtype, site.left, site.right
 
 
 def _power(n: int) -> int:
@@ -112,7 +119,9 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self) -> None:
         # Every buffer that a graph may know stays: a larger one is made beside it.
-        self._buffers: dict[tuple[torch.device, str], list[Tensor]] = {}
+        self._buffers: dict[tuple[torch.device, tuple[object, ...]], list[Tensor]] = {}
+        # Of each kind of site the last run: its metadata and the site.
+        self._last: dict[tuple[object, ...], tuple[weakref.ref[StaticBatch], int]] = {}
 
     def supports(self, site: AttentionSite, device: torch.device) -> list[str]:
         reasons = _device_reasons(device)
@@ -166,39 +175,60 @@ class TritonAttention(AttentionBackend):
         page_size: int,
     ) -> None:
         from fullgraph_compile.attention.triton_kernel import attention_kernel
+        from fullgraph_compile.attention.triton_schedule import FIELDS, ITEMS, schedule_kernel
 
         tokens, heads, group = q.shape[0], site.heads, site.heads // site.kv_heads
         # Each live request has one partly filled tile at most, the fullest of them counted already.
-        tiles = -(-tokens * group // config.block_m) + min(static.slots, tokens) - 1
-        programs = tiles * site.kv_heads
+        items = (-(-tokens * group // config.block_m) + min(static.slots, tokens) - 1) * config.chunks
+        blocks = -(-items // ITEMS)
+        work = self._buffer(("work", *_kind(site)), (blocks * ITEMS + 1) * FIELDS, torch.int32, q.device)
+        left, right = max(-1, site.left), max(-1, site.right)
+        if self._begins(site, static):
+            schedule: Any = schedule_kernel
+            schedule[(blocks,)](
+                work, static.cu_q, static.cu_k, static.q_lens, static.k_lens, static.slots, config.chunk, config.chunks,
+                LEFT=left, RIGHT=right, GROUP=group, SLOTS=max(16, _power(static.slots)), BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n, SPLIT=config.chunk > 0, ITEMS=ITEMS, FIELDS=FIELDS,
+            )  # fmt: skip
+        programs = items * site.kv_heads
         parts = stats = arrived = None
         if config.chunk:
-            programs = min(programs * config.chunks, config.programs * _device_limits(q.device)[0])
+            programs = min(programs, config.programs * _device_limits(q.device)[0])
             rows = config.chunks * tokens * heads
-            parts = self._buffer("parts", rows * site.value_head_size, torch.float32, q.device)
-            stats = self._buffer("stats", rows * 2, torch.float32, q.device)
-            arrived = self._buffer("arrived", tokens * heads, torch.int32, q.device)
+            parts = self._buffer(("parts",), rows * site.value_head_size, torch.float32, q.device)
+            stats = self._buffer(("stats",), rows * 2, torch.float32, q.device)
+            arrived = self._buffer(("arrived",), tokens * heads, torch.int32, q.device)
         kernel: Any = attention_kernel
         kernel[(programs,)](
-            q, k, v, sinks, slopes, out, parts, stats, arrived,
-            static.cu_q, static.cu_k, static.q_lens, static.k_lens, table, table.stride(0) if table is not None else 0,
-            tokens, static.slots, tokens * heads, config.chunk, config.chunks, site.scale, site.softcap,
+            q, k, v, sinks, slopes, out, parts, stats, arrived, work, static.cu_q, table,
+            table.stride(0) if table is not None else 0, tokens, static.slots, tokens * heads, site.scale, site.softcap,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-            LEFT=max(-1, site.left), RIGHT=max(-1, site.right), SOFTCAP=bool(site.softcap), PAGE_SIZE=page_size,
+            LEFT=left, RIGHT=right, SOFTCAP=bool(site.softcap), PAGE_SIZE=page_size,
             KV_HEADS=site.kv_heads, GROUP=group, SIZE=site.head_size, PADDED=padded_size(site.head_size),
             V_SIZE=site.value_head_size, V_PADDED=padded_size(site.value_head_size),
-            SLOTS=max(16, _power(static.slots)), BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=config.chunk > 0,
-            PRECISION="tf32x3" if site.dtype is torch.float32 else "ieee",
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=config.chunk > 0,
+            ONE_LOOP=config.one_loop, PRECISION="tf32x3" if site.dtype is torch.float32 else "ieee", FIELDS=FIELDS,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
-    def _buffer(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _begins(self, site: AttentionSite, static: StaticBatch) -> bool:
+        """Whether a run is the first of its kind of site in a pass over the body, which lists the work for all.
+
+        A pass goes through the sites in their order, over one ``static``; so a site that is not after the last one, or
+        another ``static``, begins one.
+        """
+        kind = _kind(site)
+        known, index = self._last.get(kind, (None, 0))
+        self._last[kind] = weakref.ref(static), site.index
+        return known is None or known() is not static or site.index <= index
+
+    def _buffer(self, name: tuple[object, ...], size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """At least ``size`` cells, zeros when made; the counts among them are zeros again after each launch."""
         known = self._buffers.setdefault((device, name), [])
         if not known or known[-1].numel() < size:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"the buffer {name!r} of the triton attention would have to be made inside a capture; "
+                    f"the buffer {name[0]!r} of the triton attention would have to be made inside a capture; "
                     "run each bucket once before it is captured"
                 )
             known.append(torch.zeros(size, dtype=dtype, device=device))

@@ -1,16 +1,15 @@
 """The kernel behind the backend "triton".  Imported only where Triton is installed.
 
-A program finds its work on the device: it reads the lengths of all request slots at once and counts how many of them
-end before its own number.  So the grid, fixed at capture, serves any batch that fits the bucket, live programs come
-first, and all others leave after that one read.
-
-The query heads that share a KV head are rows of one tile (row = token * group + head within the group), so that few
-tokens fill a tile and a group reads its keys once.
+A program finds its work in the records that ``triton_schedule`` wrote for the call.  The query heads that share a KV
+head are rows of one tile (row = token * group + head within the group), so that few tokens fill a tile and a group
+reads its keys once.
 
 Where tiles are few and keys may be many (``SPLIT``), the keys of a tile are cut in chunks of which each is one unit of
-work.  How they are cut depends on the request alone, never on the rest of the batch.  A tile with one chunk is written
-right away; else each chunk leaves its part in a buffer, and the program that comes last adds them up in the order of
-the chunks, whoever that program is.
+work.  A tile with one chunk is written right away; else each chunk leaves its part in a buffer, and the program that
+comes last adds them up in the order of the chunks, whoever that program is.
+
+With few rows all keys are taken by one masked loop (``ONE_LOOP``): it is the length of the code, not what it computes,
+that a short launch waits for.
 """
 
 from __future__ import annotations
@@ -58,16 +57,18 @@ def _attend(
     Unless ``MASKED``, every row sees all of them and their number is a multiple of ``BLOCK_N``.
     """
     columns, v_columns = tl.arange(0, PADDED), tl.arange(0, V_PADDED)
+    # Page ids are read a block ahead: a chain of two reads in one turn would halve what is in flight.
+    page = tl.zeros([BLOCK_N], tl.int32)
+    if PAGE_SIZE > 0:
+        j = start + tl.arange(0, BLOCK_N)
+        page = tl.load(table + j // PAGE_SIZE, mask=j < stop, other=0)
     for at in range(start, stop, BLOCK_N):
         j = at + tl.arange(0, BLOCK_N)
         live = j < stop
         if PAGE_SIZE > 0:
-            if MASKED:
-                page = tl.load(table + j // PAGE_SIZE, mask=live, other=0).to(tl.int64)
-            else:
-                page = tl.load(table + j // PAGE_SIZE).to(tl.int64)
-            k_at = page * k_page + (j % PAGE_SIZE) * k_row
-            v_at = page * v_page + (j % PAGE_SIZE) * v_row
+            k_at = page.to(tl.int64) * k_page + (j % PAGE_SIZE) * k_row
+            v_at = page.to(tl.int64) * v_page + (j % PAGE_SIZE) * v_row
+            page = tl.load(table + (j + BLOCK_N) // PAGE_SIZE, mask=j + BLOCK_N < stop, other=0)
         else:
             k_at = j * k_row
             v_at = j * v_row
@@ -117,19 +118,15 @@ def _finish(out, sinks, acc, top, total, row, head, valid, V_SIZE: tl.constexpr,
 
 @triton.jit
 def _work(
-    item, head, local, request, chunk, chunks, q, k, v, sinks, slopes, out, parts, stats, arrived,
-    cu_q, cu_k, q_lens, k_lens, page_table, table_row, part_rows, scale, softcap,
+    head, request, tile, q_start, q_len, k_len, here, chunk, k_start,
+    q, k, v, sinks, slopes, out, parts, stats, arrived, page_table, table_row, part_rows, scale, softcap,
     q_token, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     V_SIZE: tl.constexpr, V_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, ONE_LOOP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of one request and KV head, or one chunk of its keys."""
-    q_start, q_len, k_len = tl.load(cu_q + request), tl.load(q_lens + request), tl.load(k_lens + request)
-    # The last tiles of a causal request have the most keys: they start first.
-    tiles = tl.cdiv(q_len * GROUP, BLOCK_M)
-    tile = tiles - 1 - local // chunks
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token, query_head = m // GROUP, head * GROUP + m % GROUP
     valid = token < q_len
@@ -149,10 +146,10 @@ def _work(
         high, all_high = tl.minimum(high_own + RIGHT + 1, k_len), tl.minimum(low_own + RIGHT + 1, k_len)
     end = tl.where(valid, end, 0)
 
-    here = low_own * 0
-    active = here + 1
+    active = here * 0 + 1
     if SPLIT:
-        here = local % chunks
+        # A tile that sees fewer keys than its request has may have fewer chunks.
+        chunk = tl.where(chunk > 0, chunk, tl.maximum(k_len, 1))
         active = tl.maximum(tl.cdiv(high - low, chunk), 1)
         low += here * chunk
         high = tl.minimum(high, low + chunk)
@@ -172,34 +169,40 @@ def _work(
         if PAGE_SIZE > 0:
             table += request.to(tl.int64) * table_row
         else:
-            k_start = tl.load(cu_k + request).to(tl.int64)
-            k += k_start * k_row
-            v += k_start * v_row
+            k += k_start.to(tl.int64) * k_row
+            v += k_start.to(tl.int64) * v_row
 
         acc = tl.zeros([BLOCK_M, V_PADDED], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        # Keys that some row does not see are taken in smaller blocks: a short request has no others.
-        EDGE: tl.constexpr = BLOCK_N if BLOCK_N < 32 else 32
-        inner = low
-        if LEFT >= 0:
-            inner = tl.minimum(low + tl.cdiv(tl.maximum(all_low - low, 0), EDGE) * EDGE, tl.maximum(high, low))
+        if ONE_LOOP:
             acc, top, total = _attend(
-                acc, top, total, queries, k, v, table, low, inner, first, end, own, slope, scale, softcap,
+                acc, top, total, queries, k, v, table, low, high, first, end, own, slope, scale, softcap,
+                k_page, k_row, v_page, v_row, True, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
+                BLOCK_N, PRECISION,
+            )  # fmt: skip
+        else:
+            # Keys that some row does not see are taken in smaller blocks: a short request has no others.
+            EDGE: tl.constexpr = BLOCK_N if BLOCK_N < 32 else 32
+            inner = low
+            if LEFT >= 0:
+                inner = tl.minimum(low + tl.cdiv(tl.maximum(all_low - low, 0), EDGE) * EDGE, tl.maximum(high, low))
+                acc, top, total = _attend(
+                    acc, top, total, queries, k, v, table, low, inner, first, end, own, slope, scale, softcap,
+                    k_page, k_row, v_page, v_row, True, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
+                    EDGE, PRECISION,
+                )  # fmt: skip
+            edge = inner + tl.maximum(tl.minimum(all_high, high) - inner, 0) // BLOCK_N * BLOCK_N
+            acc, top, total = _attend(
+                acc, top, total, queries, k, v, table, inner, edge, first, end, own, slope, scale, softcap,
+                k_page, k_row, v_page, v_row, False, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
+                BLOCK_N, PRECISION,
+            )  # fmt: skip
+            acc, top, total = _attend(
+                acc, top, total, queries, k, v, table, edge, high, first, end, own, slope, scale, softcap,
                 k_page, k_row, v_page, v_row, True, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
                 EDGE, PRECISION,
             )  # fmt: skip
-        edge = inner + tl.maximum(tl.minimum(all_high, high) - inner, 0) // BLOCK_N * BLOCK_N
-        acc, top, total = _attend(
-            acc, top, total, queries, k, v, table, inner, edge, first, end, own, slope, scale, softcap,
-            k_page, k_row, v_page, v_row, False, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
-            BLOCK_N, PRECISION,
-        )  # fmt: skip
-        acc, top, total = _attend(
-            acc, top, total, queries, k, v, table, edge, high, first, end, own, slope, scale, softcap,
-            k_page, k_row, v_page, v_row, True, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
-            EDGE, PRECISION,
-        )  # fmt: skip
 
         out_row = row * (KV_HEADS * GROUP) + query_head
         if not SPLIT:  # noqa: SIM114  (the other branches must not be compiled then)
@@ -238,57 +241,49 @@ def _work(
                 _finish(out, sinks, acc, top, total, out_row, query_head, valid, V_SIZE, V_PADDED)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "part_rows", "min_chunk", "most_chunks"])
+@triton.jit
+def _record(work, number, FIELDS: tl.constexpr):
+    at = work + (number + 1) * FIELDS
+    return (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3),
+            tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7))  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "part_rows"])
 def attention_kernel(
-    q, k, v, sinks, slopes, out, parts, stats, arrived, cu_q, cu_k, q_lens, k_lens, page_table,
-    table_row, tokens, slots, part_rows, min_chunk, most_chunks, scale, softcap,
+    q, k, v, sinks, slopes, out, parts, stats, arrived, work, cu_q, page_table,
+    table_row, tokens, slots, part_rows, scale, softcap,
     q_token, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    V_SIZE: tl.constexpr, V_PADDED: tl.constexpr, SLOTS: tl.constexpr,
+    V_SIZE: tl.constexpr, V_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ONE_LOOP: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one site.  ``PAGE_SIZE`` 0: keys are packed rows; ``SPLIT``: keys are cut in chunks."""
+    """Attention of one site.  ``PAGE_SIZE`` 0: keys are packed rows; ``SPLIT``: keys may be cut in chunks."""
     ROW: tl.constexpr = KV_HEADS * GROUP * V_SIZE
-    slot = tl.arange(0, SLOTS)
-    lens = tl.load(q_lens + slot, mask=slot < slots, other=0)
+    item = tl.program_id(0)
+    # The records have room for every program, so the read need not wait for their number.
+    request, tile, q_start, q_len, k_len, here, chunk, k_start = _record(work, item // KV_HEADS, FIELDS)
+    total = tl.load(work) * KV_HEADS
     real = tl.load(cu_q + slots).to(tl.int64)
-    units = tl.cdiv(lens * GROUP, BLOCK_M)
-    if SPLIT:
-        span = tl.load(k_lens + slot, mask=slot < slots, other=0)
-        if LEFT >= 0 and RIGHT >= 0:  # a tile sees no more keys than this
-            span = tl.minimum(span, LEFT + RIGHT + BLOCK_M // GROUP + 3)
-        chunk = tl.maximum(tl.cdiv(tl.cdiv(span, most_chunks), BLOCK_N) * BLOCK_N, min_chunk)
-        chunks = tl.maximum(tl.cdiv(span, chunk), 1)
-        units = units * chunks
-    ends = tl.cumsum(units, 0)
-    total = tl.sum(units, 0) * KV_HEADS
     _zero_rows(out, real * ROW, tokens.to(tl.int64) * ROW, 1024)
     if SPLIT:
-        for item in range(tl.program_id(0), total, tl.num_programs(0)):
-            number = item // KV_HEADS
-            request = tl.sum((ends <= number).to(tl.int32), 0)
-            mine = slot == request
-            local = number - tl.sum(tl.where(mine, ends - units, 0), 0)
+        while item < total:
             _work(
-                item, item % KV_HEADS, local, request,
-                tl.sum(tl.where(mine, chunk, 0), 0), tl.sum(tl.where(mine, chunks, 0), 0),
-                q, k, v, sinks, slopes, out, parts, stats, arrived, cu_q, cu_k, q_lens, k_lens, page_table, table_row,
-                part_rows, scale, softcap, q_token, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
+                item % KV_HEADS, request, tile, q_start, q_len, k_len, here, chunk, k_start,
+                q, k, v, sinks, slopes, out, parts, stats, arrived, page_table, table_row, part_rows, scale,
+                softcap, q_token, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
                 LEFT, RIGHT, SOFTCAP, PAGE_SIZE, KV_HEADS, GROUP, SIZE, PADDED, V_SIZE, V_PADDED,
-                BLOCK_M, BLOCK_N, SPLIT, PRECISION,
+                BLOCK_M, BLOCK_N, True, ONE_LOOP, PRECISION,
             )  # fmt: skip
-    else:
-        item = tl.program_id(0)
-        if item < total:
-            number = item // KV_HEADS
-            request = tl.sum((ends <= number).to(tl.int32), 0)
-            local = number - tl.sum(tl.where(slot == request, ends - units, 0), 0)
-            _work(
-                item, item % KV_HEADS, local, request, 0, 1,
-                q, k, v, sinks, slopes, out, parts, stats, arrived, cu_q, cu_k, q_lens, k_lens, page_table, table_row,
-                part_rows, scale, softcap, q_token, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
-                LEFT, RIGHT, SOFTCAP, PAGE_SIZE, KV_HEADS, GROUP, SIZE, PADDED, V_SIZE, V_PADDED,
-                BLOCK_M, BLOCK_N, SPLIT, PRECISION,
-            )  # fmt: skip
+            item += tl.num_programs(0)
+            if item < total:
+                request, tile, q_start, q_len, k_len, here, chunk, k_start = _record(work, item // KV_HEADS, FIELDS)
+    elif item < total:
+        _work(
+            item % KV_HEADS, request, tile, q_start, q_len, k_len, here, chunk, k_start,
+            q, k, v, sinks, slopes, out, parts, stats, arrived, page_table, table_row, part_rows, scale,
+            softcap, q_token, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
+            LEFT, RIGHT, SOFTCAP, PAGE_SIZE, KV_HEADS, GROUP, SIZE, PADDED, V_SIZE, V_PADDED,
+            BLOCK_M, BLOCK_N, False, ONE_LOOP, PRECISION,
+        )  # fmt: skip

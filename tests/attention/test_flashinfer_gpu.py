@@ -84,6 +84,16 @@ def test_each_feature_equals_the_oracle_and_differs_without_it(
     assert (dropped - work.want).abs().max() > 0.1, "without the feature the answer would be another one"
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_half_precision_equals_the_oracle(backend: type[FlashInferAttention], page_size: int) -> None:
+    bucket = Bucket(backend(), replace(HALF, dtype=torch.float16), page_size=page_size)
+    bucket.capture()
+    for seed, (q_lens, k_lens) in enumerate([([20, 0, 1, 30], [45, 33, 300, 30]), ([64], [64]), ([1, 1], [400, 1])]):
+        work = bucket.work(q_lens, k_lens if page_size else None, seed=seed)
+        check(bucket.replay(work), work)
+
+
 @pytest.mark.parametrize("page_size", [0, 1, 16])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_b20_one_graph_replays_any_batch_in_any_order(backend: type[FlashInferAttention], page_size: int) -> None:

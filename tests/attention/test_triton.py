@@ -32,6 +32,8 @@ DEVICES = [
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SPLIT = KernelConfig(block_m=16, block_n=16, warps=4, stages=2, chunk=16, chunks=3)
+FEW_ROWS = replace(SPLIT, one_loop=True)
+CUTS = [pytest.param(SPLIT, id="many rows"), pytest.param(FEW_ROWS, id="few rows")]
 H200 = (132, 232448)
 
 
@@ -50,9 +52,8 @@ def paged(inputs: Inputs, static: Any, k_lens: Sequence[int], page_size: int, *,
         page, offset = table[request][j // page_size].long().to(k.device), (j % page_size).to(k.device)
         k[page, offset], v[page, offset] = inputs.k[start : start + n], inputs.v[start : start + n]
         start += n
-    cache = SimpleNamespace(k=(None, k), v=(None, v), page_size=page_size)
-    fields = {**vars(static), "max_k": max(static.max_k, max_k)}
-    return SimpleNamespace(**{**fields, "cache": cache, "page_table": table.to(k.device)})
+    cache: Any = SimpleNamespace(k=(None, k), v=(None, v), page_size=page_size)
+    return replace(static, max_k=max(static.max_k, max_k), cache=cache, page_table=table.to(k.device))
 
 
 def run(site: AttentionSite, inputs: Inputs, static: Any, backend: TritonAttention | None = None) -> Tensor:
@@ -106,23 +107,26 @@ def test_each_feature_equals_the_oracle(feature: str, dtype: torch.dtype, device
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("cut", CUTS)
 def test_each_feature_equals_the_oracle_from_pages_and_with_split_keys(
-    feature: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+    cut: KernelConfig, feature: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = replace(FEATURES[feature][0], dtype=dtype)
     if device == "cpu" and dtype is not torch.float32:
         pytest.skip("dtypes are the GPU's part")
-    monkeypatch.setattr(module, "choose_config", lambda *_: SPLIT)
+    monkeypatch.setattr(module, "choose_config", lambda *_: cut)
     check(site, [3, 6, 0, 1, 4, 5], [40, 6, 9, 61, 0, 3], device, page_size=4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("split", [False, True])
-def test_pages_of_any_size(page_size: int, split: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", [pytest.param(None, id="whole"), *CUTS])
+def test_pages_of_any_size(
+    page_size: int, cut: KernelConfig | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = replace(SITE, kv_heads=2)
-    if split:
-        monkeypatch.setattr(module, "choose_config", lambda *_: SPLIT)
+    if cut is not None:
+        monkeypatch.setattr(module, "choose_config", lambda *_: cut)
     for name in ("prefixes", "empty requests", "no keys"):
         check(site, *BATCHES[name], device, page_size=page_size)
 
@@ -176,15 +180,44 @@ def test_a_broken_request_breaks_no_other(value: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_counts_are_zero_again_after_each_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "choose_config", lambda *_: SPLIT)
+@pytest.mark.parametrize("cut", CUTS)
+def test_counts_are_zero_again_after_each_launch(
+    cut: KernelConfig, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "choose_config", lambda *_: cut)
     site, backend = replace(SITE, kv_heads=2), TritonAttention()
     inputs = inputs_for(site, 6, 90, device=device)
     static = paged(inputs, static_batch([2, 4], [60, 30], device=device), [60, 30], 8)
     first, second = (run(replace(site, index=1), inputs, static, backend) for _ in range(2))
     assert torch.equal(first, second)
-    counts = backend._buffers[first.device, "arrived"]
+    counts = backend._buffers[first.device, ("arrived",)]
     assert len(counts) == 1 and not counts[0].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_equal_sites_share_a_list_of_work_and_each_pass_makes_it_anew(
+    cut: KernelConfig, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "choose_config", lambda *_: cut)
+    backend, site = TritonAttention(), replace(SITE, kv_heads=2)
+    sites = [site, replace(site, index=1), replace(site, index=2, left=3), replace(site, index=3)]
+    inputs = inputs_for(site, 12, 12, device=device)
+    for lens in ([5, 7], [2, 1, 9], [12]):
+        static = static_batch(lens, tokens=12, slots=4, device=device)
+        for one in sites:
+            got = run(one, inputs, static, backend)
+            torch.testing.assert_close(got.double(), expected(one, inputs, lens, lens), atol=1e-5, rtol=1e-5)
+
+
+def test_a_pass_begins_at_its_first_site_or_with_other_metadata() -> None:
+    backend, site = TritonAttention(), SITE
+    first, second, other = (replace(site, index=i) for i in (0, 2, 1))
+    other = replace(other, left=4)
+    one, two = static_batch([3]), static_batch([2])
+    passes = [(first, one), (other, one), (second, one), (first, one), (second, one), (second, two), (first, two)]
+    assert [backend._begins(*run) for run in passes] == [True, True, False, True, False, True, True]
+    assert backend._begins(second, replace(two)), "equal metadata that lies elsewhere is other metadata"
 
 
 # What it declares.
