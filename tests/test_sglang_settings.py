@@ -65,7 +65,7 @@ def test_a_bad_setting_says_what_is_valid(switch: str, options: object, words: s
 def test_each_option_of_the_package_is_taken_or_refused_with_a_reason(option: str) -> None:
     if option in ("strict", "compiler", "unsafe"):
         return
-    with pytest.raises(BadSetting, match="is set by|means nothing here"):
+    with pytest.raises(BadSetting, match=r"is set by|means nothing here"):
         read("1", {option: 1})
 
 

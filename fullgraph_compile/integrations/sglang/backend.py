@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fullgraph_compile.integrations.sglang import host_plan
 from fullgraph_compile.integrations.sglang.counting import count_fallbacks
+from fullgraph_compile.integrations.sglang.metadata import prefill_attention
 from fullgraph_compile.integrations.sglang.release import FULL_BACKEND, find
 from fullgraph_compile.integrations.sglang.session import CaptureSession
 from fullgraph_compile.integrations.sglang.settings import Settings
@@ -36,6 +38,8 @@ def backend_class(base: Any) -> Any:
             runner = self._cuda_graph_runner
             report = self.report
             self.session = CaptureSession(runner.layer_model, self.settings, report)
+            if self.settings.plan == "host":
+                host_plan.install(prefill_attention(runner.model_runner.attn_backend), runner)
             start, compiling = time.perf_counter(), report.compile_seconds
             with super().capture_session(stream), self.session.active():
                 yield

@@ -11,11 +11,13 @@ _PREPARE = "init_forward_metadata_out_graph"
 
 def prefill_attention(attention: Any) -> Any:
     """The attention backend of prefill, out of one that has others for other phases."""
-    return getattr(attention, "prefill_backend", None) if hasattr(attention, "decode_backend") else attention
+    child = getattr(attention, "prefill_backend", None)
+    # FlashInfer's has the name of its kernels there.
+    return attention if child is None or isinstance(child, str) else child
 
 
 def describe_attention(attention: Any) -> str:
-    return type(prefill_attention(attention) or attention).__name__
+    return type(prefill_attention(attention)).__name__
 
 
 def check_attention(attention: Any) -> None:
@@ -26,7 +28,7 @@ def check_attention(attention: Any) -> None:
         RuntimeError: naming the backend and those that can.
     """
     base = find(ROOT + "layers.attention.base_attn_backend.AttentionBackend")
-    method = getattr(type(prefill_attention(attention) or attention), _PREPARE, None)
+    method = getattr(type(prefill_attention(attention)), _PREPARE, None)
     if base is not None and method is getattr(base, _PREPARE, None):
         raise RuntimeError(
             f"fullgraph_compile: SGLang's {describe_attention(attention)} has no metadata that a full prefill graph "

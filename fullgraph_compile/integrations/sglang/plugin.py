@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fullgraph_compile.dispatch import Reason
@@ -107,7 +107,7 @@ class Plugin:
         log.info(
             "fullgraph_compile %s on SGLang %s: %s: %s; %d attention sites, %d buckets %s, %d request slots, "
             "%d graphs; padding %s; compiled in %.1f s, captured in %.1f s",
-            version("fullgraph-compile"), self.release.version, report.name, what, len(report.sites),
+            _version(), self.release.version, report.name, what, len(report.sites),
             len(report.buckets), list(report.buckets), report.slots, len(backend._graphs), report.proof,
             report.compile_seconds, report.capture_seconds,
         )  # fmt: skip
@@ -154,6 +154,13 @@ def install(settings: Settings) -> Plugin:
     if lost:
         raise release.UnknownRelease(f"SGLang {found.version} did not take the hooks on {', '.join(lost)}")
     return plugin
+
+
+def _version() -> str:
+    try:
+        return version("fullgraph-compile")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _resolved(server_args: Any) -> Any:

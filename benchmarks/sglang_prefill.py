@@ -1,0 +1,367 @@
+"""SGLang's prefill without graphs, with its own graphs, and with the compiled body in them: one table, one GPU.
+
+On a machine with SGLang (0.5.17 was used) and this package installed, from the repository's root:
+
+    python benchmarks/sglang_prefill.py
+
+Where SGLang comes as an archive of packages for PYTHONPATH:
+
+    SITE=$(mktemp -d) && tar -C $SITE -xJf sglang.tar.xz
+    python -m pip install -q --no-deps --no-build-isolation -e .
+    PYTHONPATH=$SITE python benchmarks/sglang_prefill.py --out results
+
+Each route is a process of its own, one after another, on a Qwen3-8B-shaped model with the same random weights:
+FlashInfer attention, 16 request slots, the same token buckets.  A time is the median of 30 calls of
+ModelRunner.forward (staging, metadata, body, LM head), the device idle before each.  "staging" is the part before the
+graph's launch, "graph" the graph alone.  Then 200 random prompts in random batches go through each route, and the next
+tokens of the compiled one are compared with those of SGLang's own full graphs: a difference is excused only where the
+two logits are closer than what two eager batchings of that very prompt differ by.
+
+The first process of a machine builds kernels for one to two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TINY = {
+    **QWEN3_8B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "torch_dtype": "float32",
+}  # fmt: skip
+SHAPES = [(1, 30), (4, 32), (1, 64), (1, 128), (8, 64), (1, 512), (1, 2048)]
+BUCKETS = [16, 32, 64, 128, 256, 512, 1024, 2048]
+SLOTS, PROMPTS, MOST_PER_BATCH = 16, 200, 8
+ROUTES = {
+    "disabled": ("disabled", None),
+    "breakable": ("breakable", None),
+    "full": ("full", None),
+    "ours, SGLang's plan": ("full", {"plan": "sglang"}),
+    "ours": ("full", {}),
+}
+MOST_EXCUSED, LEAST_REPLAYED = 0.02, 0.95
+
+
+# -- one route, in its own process -------------------------------------------------------------------------------------
+
+
+class Route:
+    """A model runner of SGLang's with one prefill backend."""
+
+    def __init__(self, backend: str, cpu: bool) -> None:
+        import torch
+        from sglang.srt.plugins import load_plugins
+
+        self.torch, self.cpu = torch, cpu
+        self.synchronize = (lambda: None) if cpu else torch.cuda.synchronize
+        load_plugins()
+        import sglang.benchmark.one_batch as bench
+        import sglang.srt.model_executor.model_runner as runners
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        self.bench = bench
+        folder = tempfile.mkdtemp()
+        Path(folder, "config.json").write_text(json.dumps(TINY if cpu else QWEN3_8B))
+        prefill: dict[str, Any] = {"backend": backend, "bs": BUCKETS}
+        if backend == "full":
+            prefill["full_prefill_max_req"] = SLOTS
+        args = ServerArgs(
+            model_path=folder, load_format="dummy", skip_tokenizer_init=True, disable_radix_cache=True,
+            attention_backend="torch_native" if cpu else "flashinfer", device="cpu" if cpu else "cuda",
+            mem_fraction_static=0.1 if cpu else 0.5, disable_decode_cuda_graph=True, chunked_prefill_size=2048,
+            cuda_graph_config={"prefill": prefill}, context_length=8192, grammar_backend="none",
+            sampling_backend="pytorch", max_running_requests=64, **({"max_total_tokens": 16384} if cpu else {}),
+        )  # fmt: skip
+        bench._set_envs_and_config(args)
+        bench.get_tokenizer = lambda *a, **k: None
+        bench.suppress_other_loggers = lambda *a, **k: None
+        if hasattr(bench, "publish"):
+            rank = bench.spawn_world_rank(args, tp_rank=0, pp_rank=0)
+            bench.publish(args, role="scheduler", ranks=bench.SpawnRanks(world_rank=rank, gpu_id=0))
+        captured: dict[str, Any] = {}
+        capture = runners.capture_cuda_graphs
+
+        def noted(*a: Any, **k: Any) -> Any:
+            captured["graphs"] = capture(*a, **k)
+            return captured["graphs"]
+
+        runners.capture_cuda_graphs = noted
+        start = time.perf_counter()
+        self.runner = bench.load_model(args, PortArgs.init_new(args), 0, 0)[0].torch_runner
+        self.start_up = time.perf_counter() - start
+        graphs = captured["graphs"].prefill
+        self.capture_seconds, self.graph_gib = float(graphs.capture_time), float(graphs.memory_usage_gb)
+        self.seed()
+
+    def seed(self) -> None:
+        """Weights whose logits are decided: SGLang's dummy ones are next to nothing.  Addresses stay."""
+        torch = self.torch
+        layers = len(self.runner.model.model.layers)
+        generator = torch.Generator(self.runner.device).manual_seed(0)
+        with torch.no_grad():
+            for name, p in self.runner.model.named_parameters():
+                if p.dim() < 2:
+                    p.copy_(1 + 0.1 * torch.randn(p.shape, generator=generator, device=p.device))
+                    continue
+                p.normal_(0.0, p.shape[-1] ** -0.5, generator=generator)
+                if "embed" in name:
+                    p.mul_(p.shape[-1] ** 0.5)
+                elif "o_proj" in name or "down_proj" in name:
+                    p.mul_(layers**-0.5)
+                elif "lm_head" in name:
+                    # A few tokens are likely, as in a real model: with equal rows most of the best two are level.
+                    p.mul_(torch.exp(1.5 * torch.randn(p.shape[0], 1, generator=generator, device=p.device)))
+
+    def batch(self, prompts: list[list[int]]) -> Any:
+        """A batch as the scheduler would build it, caught on its way into the model runner."""
+        bench_runner, caught = self.bench._TorchBenchRunner(self.runner), {}
+        bench_runner.clear()
+        forward = self.runner.forward
+        self.runner.forward = lambda batch, *a, **k: (caught.update(batch=batch), forward(batch, *a, **k))[1]
+        try:
+            make = self.bench.prepare_synthetic_inputs_for_latency_test
+            self.bench.extend(make(0, 0, custom_inputs=prompts), self.runner)
+        finally:
+            self.runner.forward = forward
+        return caught["batch"]
+
+    def time(self, requests: int, tokens: int) -> dict[str, float]:
+        """Milliseconds of a call, and of its parts where a whole graph replays."""
+        batch = self.batch(random_prompts([tokens] * requests, seed=tokens))
+        backend = getattr(self.runner.prefill_cuda_graph_runner, "backend", None)
+        whole_graph = any(c.__name__ == "FullCudaGraphBackend" for c in type(backend).__mro__)
+        graphs, seen = backend._graphs if whole_graph else {}, {}
+        if whole_graph:
+            replay = backend.replay
+
+            def noted(key: Any, *args: Any, **kwargs: Any) -> Any:
+                seen.update(key=key, at=time.perf_counter())
+                return replay(key, *args, **kwargs)
+
+            backend.replay = noted
+        whole, staging = [], []
+        with self.torch.no_grad():
+            for i in range(36):
+                self.synchronize()
+                begin = time.perf_counter()
+                output = self.runner.forward(batch)
+                self.synchronize()
+                if i >= 6:
+                    whole.append((time.perf_counter() - begin) * 1e3)
+                    staging.append((seen.get("at", begin) - begin) * 1e3)
+            result = {"ms": statistics.median(whole), "replayed": float(bool(output.can_run_graph))}
+            graph = graphs.get(seen["key"]) if seen else None
+            if hasattr(graph, "replay"):
+                alone = []
+                for _ in range(12):
+                    self.synchronize()
+                    begin = time.perf_counter()
+                    graph.replay()
+                    self.synchronize()
+                    alone.append((time.perf_counter() - begin) * 1e3)
+                result.update(staging_ms=statistics.median(staging), graph_ms=statistics.median(alone))
+        if whole_graph:
+            del backend.replay
+        return result
+
+    def answer(self, batches: list[list[list[int]]]) -> tuple[list[dict[str, Any]], Counter[bool]]:
+        """For each prompt the next token, and the best logits; and how many batches replayed."""
+        answers: list[dict[str, Any]] = []
+        replayed: Counter[bool] = Counter()
+        with self.torch.no_grad():
+            for prompts in batches:
+                batch = self.batch(prompts)
+                output = self.runner.forward(batch)
+                replayed[bool(output.can_run_graph)] += 1
+                best = output.logits_output.next_token_logits.float().topk(64, -1)
+                for values, tokens in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    answers.append({"tokens": tokens, "logits": values})
+        return answers, replayed
+
+
+def random_prompts(lengths: list[int], seed: int) -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(10, 10000, (n,), generator=generator).tolist() for n in lengths]
+
+
+def prompt_batches() -> list[list[list[int]]]:
+    """200 prompts of 4 to 120 tokens, in batches of one to eight."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 121, (PROMPTS,), generator=generator).tolist()
+    prompts, batches = random_prompts(lengths, seed=2), []
+    while prompts:
+        n = int(torch.randint(1, MOST_PER_BATCH + 1, (1,), generator=generator))
+        batches.append(prompts[:n])
+        prompts = prompts[n:]
+    return batches
+
+
+def run_route(name: str, out: Path, cpu: bool) -> None:
+    sys.path.insert(0, str(ROOT))
+    logging.basicConfig(level=logging.INFO)
+    started = time.perf_counter()
+    backend, options = ROUTES[name]
+    route = Route(backend, cpu)
+    result: dict[str, Any] = {
+        "start_up_s": route.start_up, "capture_s": route.capture_seconds, "graph_gib": route.graph_gib,
+        "times": {f"{r}x{t}": route.time(r, t) for r, t in SHAPES},
+    }  # fmt: skip
+    batches = prompt_batches()
+    result["answers"], replayed = route.answer(batches)
+    result["replayed"], result["batches"] = replayed[True], sum(replayed.values())
+    if name == "disabled":
+        result["alone"], _ = route.answer([[prompt] for batch in batches for prompt in batch])
+    if options is not None:
+        import fullgraph_compile
+
+        result["report"] = str(fullgraph_compile.report())
+    result["versions"] = versions()
+    result["process_s"] = time.perf_counter() - started
+    out.write_text(json.dumps(result))
+    os._exit(0)
+
+
+def versions() -> str:
+    import sglang
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    try:
+        import flashinfer
+
+        kernels = f", FlashInfer {flashinfer.__version__}"
+    except ImportError:
+        kernels = ""
+    return f"{device}, SGLang {sglang.__version__}, torch {torch.__version__}{kernels}, Python {sys.version.split()[0]}"
+
+
+# -- all routes --------------------------------------------------------------------------------------------------------
+
+
+def logits_of(answer: dict[str, Any]) -> dict[int, float]:
+    return dict(zip(answer["tokens"], answer["logits"], strict=True))
+
+
+def eager_noise(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """What two eager batchings of a prompt differ by, at most, among the tokens that both rank high."""
+    a, b = logits_of(one), logits_of(other)
+    return max((abs(a[t] - b[t]) for t in a.keys() & b.keys()), default=0.0)
+
+
+def compare(results: dict[str, Any], name: str) -> str:
+    """Next tokens of a route against those of SGLang's own full graphs."""
+    reference, mine = results["full"]["answers"], results[name]["answers"]
+    eager, alone = results["disabled"]["answers"], results["disabled"]["alone"]
+    differ, excused = 0, 0
+    for theirs, ours, one, other in zip(reference, mine, eager, alone, strict=True):
+        if theirs["tokens"][0] == ours["tokens"][0]:
+            continue
+        differ += 1
+        gap = theirs["logits"][0] - logits_of(theirs).get(ours["tokens"][0], float("-inf"))
+        excused += gap < eager_noise(one, other)
+    eager_differ = sum(a["tokens"][0] != b["tokens"][0] for a, b in zip(eager, alone, strict=True))
+    share = results[name]["replayed"] / results[name]["batches"]
+    good = differ == excused and excused <= MOST_EXCUSED * len(mine) and share >= LEAST_REPLAYED
+    return (
+        f"{name}: {len(mine)} prompts, {len({a['tokens'][0] for a in reference})} different next tokens; {differ} "
+        f"differ from SGLang's full graphs, {excused} of them within eager's own noise (at most {MOST_EXCUSED:.0%}); "
+        f"{share:.0%} of batches replayed (at least {LEAST_REPLAYED:.0%}): {'PASS' if good else 'FAIL'}; "
+        f"two eager batchings differ for {eager_differ}"
+    )
+
+
+def table(results: dict[str, Any]) -> str:
+    names = list(results)
+    lines = [f"| batch | {' | '.join(names)} | ours to the best of SGLang's |", "|---" * (len(names) + 2) + "|"]
+    for requests, tokens in SHAPES:
+        shape = f"{requests}x{tokens}"
+        times = {n: results[n]["times"][shape]["ms"] for n in names}
+        others = [t for n, t in times.items() if not n.startswith("ours")]
+        factor = f"{min(others) / times['ours']:.3f}" if "ours" in times and others else "-"
+        lines.append(f"| {shape} | {' | '.join(f'{times[n]:.3f}' for n in names)} | {factor} |")
+    rows = {"start-up, s": "start_up_s", "capture, s": "capture_s", "graphs, GiB": "graph_gib"}
+    for title, key in rows.items():
+        lines.append(f"| {title} | {' | '.join(f'{results[n][key]:.2f}' for n in names)} | |")
+    for part in ("staging_ms", "graph_ms"):
+        for requests, tokens in SHAPES:
+            shape = f"{requests}x{tokens}"
+            values = [results[n]["times"][shape].get(part) for n in names]
+            if any(v is not None for v in values):
+                cells = " | ".join("-" if v is None else f"{v:.3f}" for v in values)
+                lines.append(f"| {part[:-3]} of {shape} | {cells} | |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--routes", default=";".join(ROUTES), help="separated by ';' (default: all)")
+    parser.add_argument("--out", type=Path, default=None, help="folder for results and logs")
+    parser.add_argument("--cpu", action="store_true", help="a tiny model without graphs: tries this script, no more")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    out = arguments.out or Path(tempfile.mkdtemp())
+    out.mkdir(parents=True, exist_ok=True)
+    if arguments.only:
+        run_route(arguments.only, out / "result.json", arguments.cpu)
+    results: dict[str, Any] = {}
+    for name in arguments.routes.split(";"):
+        options, start = ROUTES[name][1], time.perf_counter()
+        folder = out / name.replace(" ", "_").replace(",", "").replace("'", "")
+        folder.mkdir(exist_ok=True)
+        env = {
+            **os.environ, "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+            "FULLGRAPH_COMPILE_SGLANG": "0" if options is None or arguments.cpu else "strict",
+            "FULLGRAPH_COMPILE_SGLANG_OPTIONS": json.dumps(options or {}),
+        }  # fmt: skip
+        command = [sys.executable, __file__, "--only", name, "--out", str(folder), *["--cpu"] * arguments.cpu]
+        with open(folder / "log.txt", "w") as log:
+            code = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
+        if code or not (folder / "result.json").exists():
+            print(f"{name}: failed with exit code {code}; the end of its log:", flush=True)
+            print("\n".join((folder / "log.txt").read_text().splitlines()[-40:]), flush=True)
+            continue
+        results[name] = json.loads((folder / "result.json").read_text())
+        times = {shape: round(t["ms"], 2) for shape, t in results[name]["times"].items()}
+        print(f"{name}: {time.perf_counter() - start:.0f} s, {times}", flush=True)
+        for line in (folder / "log.txt").read_text().splitlines():
+            if "fullgraph_compile" in line or "prefill attention is planned" in line:
+                print("   ", line[:600], flush=True)
+    if not results:
+        sys.exit(1)
+    print()
+    print(next(iter(results.values()))["versions"])
+    print(table(results))
+    print()
+    for name in results:
+        if name.startswith("ours") and {"full", "disabled"} <= results.keys():
+            print(compare(results, name))
+    for name, result in results.items():
+        if "report" in result:
+            print(f"\n{name}\n{result['report']}")
+
+
+if __name__ == "__main__":
+    main()
