@@ -67,6 +67,12 @@ class Result:
     not_measured: list[str] = field(default_factory=list)
     report: str = ""
 
+    def slower_than_compiled(self) -> tuple[int, float] | None:
+        """The token count at which full_prefill is slowest against its own pieces without graphs, and that ratio."""
+        ours, without = self.times.get("full_prefill", {}), self.times.get("compiled", {})
+        both = [(ours[n] / without[n], n) for n in ours if n in without]
+        return (max(both)[1], max(both)[0]) if both else None
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         sizes = sorted({n for times in self.times.values() for n in times})

@@ -35,6 +35,9 @@ def print_result(result: Result, console: Console) -> None:
     for route in routes:
         took = f" (start-up {result.start_up[route]:.1f} s)" if route in result.start_up else ""
         console.print(f"  {route}: {MEANING[route]}{took}", markup=False)
+    if (slowest := result.slower_than_compiled()) is not None:
+        tokens, ratio = slowest
+        console.print(f"  full_prefill takes at most {ratio:.2f} of compiled, at {tokens} tokens", markup=False)
     if result.memory_bytes:
         console.print(f"  graphs and all that getting ready took: {result.memory_bytes / 2**20:.0f} MiB", markup=False)
     for route, beyond in result.random.items():

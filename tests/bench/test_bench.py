@@ -51,7 +51,7 @@ def test_on_a_cpu_it_says_what_it_cannot_measure_and_runs_the_small_preset(
     rows = [[c.strip() for c in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│ ")]
     sizes = {row[0]: row for row in rows if len(row) == 9}
     assert sizes["8"][-2:] == ["8", "0%"] and sizes["30"][-2:] == ["30", "0%"]
-    assert "5 calls of random lengths, full_prefill" in out
+    assert "5 calls of random lengths, full_prefill" in out and "full_prefill takes at most " in out
     found = json.loads(files[0].read_text())
     assert found["model"] == models.SMALL and found["dtype"] == "float32"
     assert set(found["times"]) == {"eager", "compiled", "pieces", "full_prefill"} and not found["times"]["pieces"]
@@ -97,6 +97,13 @@ def test_bandwidth_and_rate_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     found = measure_limit(1000, torch.float32, CPU)
     assert found.weight_bytes == 4000
     assert 1e8 < found.bandwidth < 1e13 and 1e8 < found.rate < 1e14
+
+
+def test_the_slowest_against_the_compiled_route_is_named() -> None:
+    result = run.Result("m", "x", "float32", Limit(1, 1, 1, 1))
+    assert result.slower_than_compiled() is None
+    result.times = {"compiled": {8: 10.0, 64: 10.0}, "full_prefill": {8: 2.0, 64: 10.5, 99: 1.0}}
+    assert result.slower_than_compiled() == (64, pytest.approx(1.05))
 
 
 def test_random_lengths_are_the_same_each_time_and_time_ends_them() -> None:
