@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ class CapturedGraph:
             tokens are one request then.
         detail: what blocks the graph, for the report.
         serves: whether the trace is for a token count, by the guards that tracing put on it.
+        serves_one: whether it may be for a single token too, which no branch of the model leaves out.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class CapturedGraph:
         positions: int | None = None,
         detail: str = "",
         serves: Callable[[int], bool] = lambda tokens: True,
+        serves_one: bool = False,
         strict: bool = False,
     ) -> None:
         self.serves = serves
+        self.serves_one = serves_one
         # What runs where the weights are not of the traced form any more; None raises WeightsChanged instead.
         self.as_traced: PlainGraph | None = None
         self.runner = runner
@@ -134,6 +138,12 @@ class CapturedGraph:
             return PrefillBatch([tokens], device=self.runner.device)
         self.report.device_reads += args[self.positions].device.type != "cpu"
         return PrefillBatch(restarts(args[self.positions]), device=self.runner.device)
+
+    def serve_one_request(self) -> None:
+        """Serve each request by a call of its own, whatever the proof says: the module was seen to need it."""
+        if not self.runner.limits.single_request:
+            self.runner.limits = replace(self.runner.limits, single_request=True)
+            self.report.proof += "; one request a graph, as two packed ones were not equal to each alone"
 
     def release(self) -> None:
         """Free the graphs."""

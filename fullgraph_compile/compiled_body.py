@@ -54,6 +54,8 @@ class CompiledBody:
         self.tracer = Tracer(self.integration, options, self.report, self.fused)
         self.refused: NotServed | None = None
         self._variants: dict[Any, list[Variant]] = {}
+        # Forms of call that could not be traced: not tried again, as that takes seconds.
+        self._untraced: dict[Any, NotServed] = {}
         self._lock = threading.RLock()
         self.__signature__ = inspect.signature(module.forward)
         self.names = list(self.__signature__.parameters)
@@ -118,24 +120,33 @@ class CompiledBody:
             variants[:] = [v for v in variants if v.direct and self.tracer.holds(v)]
         if len(variants) >= self.MOST_VARIANTS:
             raise NotServed(Reason.ARGUMENTS, f"more than {self.MOST_VARIANTS} values of a number that the graph keeps")
-        module = self.module()
-        assert module is not None
         several = bound.padded and bound.batch is not None and bound.batch.requests > 1
         if not several or self.options.strict:
-            variant, result = self.tracer.trace(module, call)
+            variant, result = self._trace(call, key)
             variants.insert(0, variant)
             return result
         # What was traced may turn out to serve one request only.  A padded batch then runs as it is, so the trace is
         # made by a call for one, which is not counted.
         then = self.report.copy()
         with no_active_batch():
-            variant, _ = self.tracer.trace(module, call)
+            variant, _ = self._trace(call, key)
         now = self.report
         now.replays, now.padding, now.fallbacks = then.replays, then.padding, then.fallbacks
         # What it was about that turned a bucket off stays: no later call finds it out again.
         now.details = {**now.details, **then.details}
         variants.insert(0, variant)
         return self._serve(bound, key)
+
+    def _trace(self, call: dict[str, Any], key: Any) -> tuple[Variant, Any]:
+        if key in self._untraced:
+            raise self._untraced[key]
+        module = self.module()
+        assert module is not None
+        try:
+            return self.tracer.trace(module, call)
+        except NotServed as refusal:
+            self._untraced[key] = refusal
+            raise
 
     @staticmethod
     def _check_plain(graph: Any, bound: Bound) -> None:
@@ -269,6 +280,7 @@ class CompiledBody:
 
     def release(self) -> None:
         """Free the graphs; the next call captures again, without compiling."""
+        self._untraced.clear()
         for graph in self.graphs():
             graph.runner.release()
 

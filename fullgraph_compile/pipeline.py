@@ -127,7 +127,7 @@ def _build_symbolic(
         compiled = compile_pieces(pieces, options, report)
         program = FusedProgram(pieces, compiled, marked.sites, attention, fusion.stacks, fused)
     context = options.context_length or options.max_tokens
-    serves, traced = _guards(gm, token)
+    serves, traced, layouts = _guards(gm, token)
     ladder, why = _buckets(options, context, serves, traced)
     if why:
         log.warning("%s: %s; %s", report.name, why, f"buckets left: {list(ladder)}" if ladder else "no bucket is left")
@@ -166,6 +166,7 @@ def _build_symbolic(
         positions=None if marked.positions is None else index[marked.positions],
         detail=detail,
         serves=serves,
+        serves_one=layouts,
         strict=options.strict,
     )
 
@@ -280,23 +281,29 @@ def _buckets(
     return exact, "" if exact else f"the trace serves none of the buckets {', '.join(map(str, legal))}"
 
 
-def _guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool], int | None]:
-    """Whether Dynamo's guards on a backed token count hold for a count: for another the model may take another branch,
-    so the graph would compute something else.  And the count that it was traced with, None if it was not backed."""
+def _guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool], int | None, bool]:
+    """What Dynamo's guards on a backed token count say.
+
+    Returns:
+        Whether they hold for a count: for another the model may take another branch; the count that it was traced
+        with, None if it was not backed; and whether torch's ops alone leave out a single token, for its strides.
+    """
     sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
     env = sizes[0].node.shape_env if sizes else None
     if env is None or free_unbacked_symbols(sizes[0]):
-        return (lambda tokens: True), None
+        return (lambda tokens: True), None, False
     known: dict[int, bool] = {}
+    conditions = [(g.expr, str(getattr(g, "sloc", ""))) for g in env.guards if g.expr.free_symbols == {token}]
 
     def serves(tokens: int) -> bool:
         if tokens not in known:
             bounds = env.var_to_range.get(token)
             # The lower bound of 2 is that of a size that was told nothing of 0 and 1; it is no branch.
             inside = bounds is None or (bounds.lower <= max(tokens, 2) and tokens <= bounds.upper)
-            conditions = [g.expr for g in env.guards if g.expr.free_symbols == {token}]
-            known[tokens] = bool(inside) and all(c.subs(token, tokens) != sympy.false for c in conditions)
+            known[tokens] = bool(inside) and all(c.subs(token, tokens) != sympy.false for c, _ in conditions)
         return known[tokens]
 
     hint = sizes[0].node.hint
-    return serves, int(hint) if hint is not None else None
+    broken = [where for c, where in conditions if c.subs(token, 1) == sympy.false]
+    layouts = bool(broken) and serves(2) and all("in run_node" in where for where in broken)
+    return serves, int(hint) if hint is not None else None, layouts

@@ -14,7 +14,7 @@ from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from fullgraph_compile.backend import compile_graph
-from fullgraph_compile.captured import CapturedGraph
+from fullgraph_compile.captured import CapturedGraph, PlainGraph
 from fullgraph_compile.compilers import warm_workers
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.fused_weights import FusedWeights
@@ -67,9 +67,12 @@ class Tracer:
             NotServed: neither traces.
         """
         refusal: NotServed | None = None
-        for unbacked in (True, False) if self.integration.op_attention else (False,):
+        tiers = ((True, False), (False, True)) if self.integration.op_attention else ((False, True), (False, False))
+        for unbacked, oblivious in tiers:
             try:
-                return self._trace(module, call, unbacked=unbacked)
+                variant, result = self._trace(module, call, unbacked=unbacked, oblivious=oblivious)
+                self._check(variant, call)
+                return variant, result
             except NotServed as error:
                 if error.reason is not Reason.NOT_TRACED:
                     raise
@@ -77,10 +80,29 @@ class Tracer:
         assert refusal is not None
         raise refusal
 
-    def _trace(self, module: nn.Module, call: dict[str, Any], *, unbacked: bool) -> tuple[Variant, Any]:
+    def _check(self, variant: Variant, call: dict[str, Any]) -> None:
+        """Let the module compare the trace with itself; these calls are not counted."""
+
+        def traced(packed: dict[str, Any]) -> Any:
+            # Past Dynamo, which would compile anew for a call in which something besides the tokens differs.
+            with torch.no_grad():
+                return variant(packed)
+
+        own = self.integration.all_or_nothing and not self.integration.op_attention
+        if own and variant.direct and isinstance(variant.graph, CapturedGraph):
+            then = self.report.copy()
+            self.integration.check_trace(call, traced)
+            serves = variant.graph.serves
+            if variant.graph.serves_one and self.integration.check_trace(call, traced, (1,), strict=False):
+                variant.graph.serves = lambda tokens: tokens == 1 or serves(tokens)
+            self.report.replays, self.report.padding, self.report.fallbacks = then.replays, then.padding, then.fallbacks
+
+    def _trace(
+        self, module: nn.Module, call: dict[str, Any], *, unbacked: bool, oblivious: bool
+    ) -> tuple[Variant, Any]:
         seen: list[Any] = []
         outputs: list[Any] = []
-        failed: list[BadOption] = []
+        failed: list[BadOption | NotServed] = []
 
         shown = ExitStack()
 
@@ -93,6 +115,11 @@ class Tracer:
                 raise
             if isinstance(graph, CapturedGraph):
                 graph.as_traced = None  # this body traces anew
+                if self.integration.one_request:
+                    graph.serve_one_request()
+            if self.integration.all_or_nothing and (refusal := _not_captured(graph)) is not None:
+                failed.append(refusal)
+                raise refusal
 
             def run(*args: Any) -> Any:
                 results = graph(*args)
@@ -110,10 +137,10 @@ class Tracer:
         )
         before = attributes(module)
         warm_workers(self.options.compiler, next(x.device for x in call.values() if isinstance(x, Tensor)))
-        oblivious = symbolic_config.patch(backed_size_oblivious=not unbacked)  # type: ignore[attr-defined]
+        sizes = symbolic_config.patch(backed_size_oblivious=oblivious)  # type: ignore[attr-defined]
         # A trace makes objects by the million, and hardly any garbage: collecting would take a fifth of its time.
         quiet = collector_off(collect=False)
-        with self.modes(), oblivious, torch._dynamo.config.patch(_GUARDS), quiet, shown:
+        with self.modes(), sizes, torch._dynamo.config.patch(_GUARDS), quiet, shown:
             shown.enter_context(phase("tracing", show=self.options.show_progress))
             try:
                 result = traced(module, marked)
@@ -167,6 +194,14 @@ class Tracer:
                 for dim in range(alias.dim()):
                     torch._dynamo.decorators.mark_unbacked(alias, dim)
         return marked
+
+
+def _not_captured(graph: Any) -> NotServed | None:
+    """Why a traced graph replays nothing, if it is for what it computes."""
+    if isinstance(graph, CapturedGraph):
+        blocked = graph.runner.limits.blocked
+        return NotServed(blocked, graph.detail) if blocked is Reason.UNPROVEN else None
+    return NotServed(graph.reason, graph.detail) if isinstance(graph, PlainGraph) else None
 
 
 def _first_lines(error: BaseException) -> str:

@@ -1,12 +1,13 @@
 """Turn every attention call that is fully understood into ``full_prefill::attention``, and list the others.
 
-Understood are calls that already are the op, and torch's scaled dot product attention over one packed row of tokens,
-with no mask or with a mask that is recognised by what it computes.  Nothing is approximated: a call with one unknown
-fact stays as it is and is refused by node and source line.
+Understood are calls that already are the op, torch's scaled dot product attention over one packed row of tokens, and
+the same written out as products and a softmax, with no mask or with masks and ALiBi that are recognised by what they
+compute.  Nothing is approximated: a call with one unknown fact stays as it is and is refused by node and source line.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fullgraph_compile.ops import AttentionSite, attention
+from fullgraph_compile.passes.alibi import recognise_slopes
 from fullgraph_compile.passes.common import Refusal, module_path, refusal, value_of
 from fullgraph_compile.passes.masks import MaskKind, recognise_mask
 from fullgraph_compile.passes.part import NotUnderstood, Part, part_of, remove_unread
-from fullgraph_compile.passes.sdpa import SDPA, geometry, read_sdpa, replace_sdpa
+from fullgraph_compile.passes.sdpa import SDPA, SdpaCall, emit, geometry, read_sdpa, replace_sdpa
+from fullgraph_compile.passes.written_out import is_attention, read_written_out, scores_of
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,22 @@ def mark_attention(gm: GraphModule, token: Any) -> Marked:
     """
     gm = _copy(gm)
     masks = _Masks(token)
+    slopes = _Slopes(gm.graph)
+    inside: set[Node] = set()
     sites: list[AttentionSite] = []
     refusals: list[Refusal] = []
     agreed: tuple[str, str | None] | None = None
     told: tuple[str, str | None]
     for node in list(gm.graph.nodes):
-        if node.target not in SDPA and node.target not in _OWN:
+        written_out = is_attention(node, token)
+        if node.target not in SDPA and node.target not in _OWN and not written_out:
             continue
+        found = None
         try:
-            if node.target in _OWN:
+            if written_out:
+                call, found = read_written_out(node, len(sites), token, masks.kind, masks.slopes)
+                site, told = call.site, (call.mask.requests, call.mask.positions)
+            elif node.target in _OWN:
                 call, told = None, ("batch", None)
                 site = _read_op(node, len(sites), token)
             else:
@@ -75,9 +85,11 @@ def mark_attention(gm: GraphModule, token: Any) -> Marked:
         if call is None:
             node.args, node.kwargs = (*_op_arguments(node)[:-1], len(sites)), {}
         else:
-            replace_sdpa(gm.graph, call)
+            if written_out:
+                inside |= scores_of(call.node, token)
+            replace_sdpa(gm.graph, call, None if found is None else slopes.node(found, call))
         sites.append(site)
-    remove_unread(gm.graph, masks.recognised())
+    remove_unread(gm.graph, masks.recognised() | inside)
     gm.graph.lint()
     gm.recompile()
     requests, positions = agreed or ("one", None)
@@ -121,28 +133,56 @@ def _read_op(node: Node, index: int, token: Any) -> AttentionSite:
 
 
 class _Masks:
-    """Masks by node, as many layers read one."""
+    """Masks and biases by node, as many layers read one."""
 
     def __init__(self, token: Any) -> None:
         self.token = token
-        self.known: dict[Node, tuple[MaskKind, Part] | str] = {}
+        self.known: dict[tuple[Any, ...], tuple[Any, Part] | str] = {}
 
-    def kind(self, mask: Node, reader: Node) -> MaskKind:
+    def kind(self, mask: Node, reader: Node, hides: bool = False) -> MaskKind:
         """What the mask computes at the time that ``reader`` reads it."""
-        if mask not in self.known:
+        return self._known(mask, reader, hides, lambda part: recognise_mask(mask, part, self.token, hides))
+
+    def slopes(self, bias: Node, reader: Node, heads: int) -> tuple[float, ...]:
+        """The ALiBi slopes that the bias adds."""
+        return self._known(bias, reader, heads, lambda part: recognise_slopes(bias, part, self.token, heads))
+
+    def _known(self, node: Node, reader: Node, how: int, recognise: Callable[[Part], Any]) -> Any:
+        key = node, type(how), how
+        if key not in self.known:
             try:
-                part = part_of(mask, reader)
-                self.known[mask] = recognise_mask(mask, part, self.token), part
+                part = part_of(node, reader)
+                self.known[key] = recognise(part), part
             except NotUnderstood as reason:
-                self.known[mask] = str(reason)
-        found = self.known[mask]
+                self.known[key] = str(reason)
+        found = self.known[key]
         if isinstance(found, str):
             raise NotUnderstood(found)
-        kind, part = found
-        if part_of(mask, reader) != part:
+        value, part = found
+        if part_of(node, reader) != part:
             raise NotUnderstood("the mask is changed in place between attention calls")
-        return kind
+        return value
 
     def recognised(self) -> set[Node]:
-        """All operations that decide a recognised mask."""
+        """All operations that decide a recognised mask or bias."""
         return {n for found in self.known.values() if not isinstance(found, str) for n in found[1].nodes}
+
+
+class _Slopes:
+    """ALiBi slopes as nodes at the start of a graph, one for each set of them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.known: dict[tuple[float, ...], Node] = {}
+
+    def node(self, slopes: tuple[float, ...], call: SdpaCall) -> Node:
+        """``[heads]`` float32 on the call's device: written by kernels, as a graph may not read the host."""
+        if slopes not in self.known:
+            first = next(n for n in self.graph.nodes if n.op != "placeholder")
+            device = value_of(call.q).device
+            with self.graph.inserting_before(first):
+                parts = [
+                    emit(self.graph, call.node, torch.full, (1,), s, dtype=torch.float32, device=device) for s in slopes
+                ]
+                self.known[slopes] = emit(self.graph, call.node, torch.cat, parts)
+        return self.known[slopes]

@@ -49,8 +49,9 @@ class MaskKind:
     positions: str | None
 
 
-def recognise_mask(mask: Node, part: Part, token: Any) -> MaskKind:
-    """What ``mask`` computes: ``[..., T, T]`` or broadcast to it, bool (True = seen) or float (added to the scores).
+def recognise_mask(mask: Node, part: Part, token: Any, hides: bool = False) -> MaskKind:
+    """What ``mask`` computes: ``[..., T, T]`` or broadcast to it, bool (True = seen, or hidden if it ``hides``) or
+    float (added to the scores).
 
     Runs on the CPU whatever device the graph names, deterministically, and without a trace in the caller's modes or
     random state.
@@ -68,7 +69,7 @@ def recognise_mask(mask: Node, part: Part, token: Any) -> MaskKind:
         raise NotUnderstood(f"its last two sizes {tuple(value.shape[-2:])} are not the token count")
     with on_cpu():
         try:
-            return _Recognition(mask, part, token).kind()
+            return _Recognition(mask, part, token, hides).kind()
         except NotUnderstood:
             raise
         except Exception as error:
@@ -88,8 +89,8 @@ class _Case:
 
 
 class _Recognition:
-    def __init__(self, mask: Node, part: Part, token: Any) -> None:
-        self.mask, self.part, self.token = mask, part, token
+    def __init__(self, mask: Node, part: Part, token: Any, hides: bool) -> None:
+        self.mask, self.part, self.token, self.hides = mask, part, token, hides
         self.random = torch.Generator().manual_seed(0)
         # A graph of one fixed size can be run at that size only.
         self.fixed = int(token) if getattr(token, "is_Integer", False) else None
@@ -246,6 +247,8 @@ class _Recognition:
             if not bool(((value == 0) | (value <= HIDDEN)).all()):
                 raise NotUnderstood("it adds a bias to the scores: its values are not 0 or very negative alone")
             value = value == 0
+        elif self.hides:
+            value = ~value
         return value.expand(*value.shape[:-2], len(case.rows), case.tokens)
 
     def _pads(self, node: Node) -> bool:

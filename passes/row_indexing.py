@@ -34,7 +34,7 @@ def indexed(call: Call, source: Any, index: Any) -> tuple[State, int]:
     items = list(index) if isinstance(index, (tuple, list)) else [index]
     for x in items:
         check.no_mask(call, x)
-        if isinstance(x, (bool, list)) or (is_tensor(x) and call.ndim(x) == 0):
+        if isinstance(x, bool) or (is_tensor(x) and call.ndim(x) == 0):
             raise Refused("an index of this kind is not understood")
     n = call.ndim(source)
     if Ellipsis in [x for x in items if not isinstance(x, Node)]:
@@ -42,9 +42,26 @@ def indexed(call: Call, source: Any, index: Any) -> tuple[State, int]:
         taken = sum(x is not None and x is not Ellipsis for x in items)
         items[at : at + 1] = [slice(None)] * (n - taken)
     items += [slice(None)] * (n - sum(x is not None for x in items))
+    items = without_lists(call, source, items)
     if any(is_tensor(x) for x in items):
         return advanced(call, source, items)
     return basic(call, source, items)
+
+
+def without_lists(call: Call, source: Any, items: list[Any]) -> list[Any]:
+    """A list of numbers over another dim than that of the rows stays in its place, as a slice would."""
+    lists = [i for i, x in enumerate(items) if isinstance(x, list)]
+    if not lists:
+        return items
+    state = call.raw(source)
+    state = state if isinstance(state, Padded) else call.state(source)
+    dim = sum(x is not None for x in items[: lists[0]])
+    over_rows = isinstance(state, (Rows, Padded)) and dim == state.axis
+    numbers = all(isinstance(i, int) and not isinstance(i, bool) for i in items[lists[0]])
+    others = [x for i, x in enumerate(items) if i != lists[0]]
+    if over_rows or not numbers or not all(x is None or isinstance(x, slice) for x in others):
+        raise Refused("an index of this kind is not understood")
+    return [slice(None) if isinstance(x, list) else x for x in items]
 
 
 def basic(call: Call, source: Any, items: list[Any]) -> tuple[State, int]:

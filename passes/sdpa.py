@@ -29,8 +29,9 @@ class SdpaCall:
     """An understood call.
 
     Attributes:
-        q, k, v: ``[1, heads, T, size]`` if ``packed``, else ``[heads, T, size]``; k and v before their heads were
-            repeated.
+        q, k, v: ``[1, heads, T, size]`` or ``[heads, T, size]``; k and v before their heads were repeated.
+        packed: whether the result has the batch dim of 1.
+        keys_last: whether k is ``[..., heads, size, T]``.
     """
 
     node: Node
@@ -40,6 +41,7 @@ class SdpaCall:
     packed: bool
     site: AttentionSite
     mask: MaskKind
+    keys_last: bool = False
 
 
 def geometry(shapes: Sequence[Any], token: Any, token_dim: int) -> dict[str, Any]:
@@ -156,44 +158,45 @@ def _before_repeat(node: Node, packed: bool) -> Node | None:
     return base
 
 
-def replace_sdpa(graph: Graph, call: SdpaCall) -> None:
+def replace_sdpa(graph: Graph, call: SdpaCall, slopes: Node | None = None) -> None:
     """Replace the call by transposes to ``[T, heads, size]``, the op, and a transpose back; drop unread repeats."""
     old, site = call.node, call.site
     repeated = [n for n in old.all_input_nodes if n not in (call.q, call.k, call.v)]
     with graph.inserting_before(old):
 
-        def rows(node: Node) -> Node:
-            if call.packed:
-                node = _emit(graph, old, operator.getitem, node, 0)
-            node = _emit(graph, old, "transpose", node, 0, 1)
+        def rows(node: Node, last: bool = False) -> Node:
+            if value_of(node).dim() == 4:
+                node = emit(graph, old, operator.getitem, node, 0)
+            node = emit(graph, old, "permute", node, 2, 0, 1) if last else emit(graph, old, "transpose", node, 0, 1)
             # The op's layout is contiguous in the last dim.
-            return node if expression(value_of(node).stride(-1)) == 1 else _emit(graph, old, "contiguous", node)
+            return node if expression(value_of(node).stride(-1)) == 1 else emit(graph, old, "contiguous", node)
 
         facts = (site.scale, site.left, site.right, site.softcap, site.index)
-        out = _emit(graph, old, attention, rows(call.q), rows(call.k), rows(call.v), None, None, *facts)
-        out = _emit(graph, old, "transpose", out, 0, 1)
+        out = emit(graph, old, attention, rows(call.q), rows(call.k, call.keys_last), rows(call.v), None, slopes,
+                    *facts)  # fmt: skip
+        out = emit(graph, old, "transpose", out, 0, 1)
         if call.packed:
-            out = _emit(graph, old, "unsqueeze", out, 0)
+            out = emit(graph, old, "unsqueeze", out, 0)
         # A view of the old result must still be one of the new; turning it back to rows first needs no copy.
         if _is_contiguous(old) and not all(_turns_to_rows(user, call.packed) for user in old.users):
-            out = _emit(graph, old, "contiguous", out)
+            out = emit(graph, old, "contiguous", out)
     old.replace_all_uses_with(out)
     graph.erase_node(old)
     remove_unread(graph, _repeats(repeated))
 
 
-def _emit(graph: Graph, old: Node, target: Any, *args: Any) -> Node:
+def emit(graph: Graph, old: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A new node with the fake value, the source and the module of the one that it stands in for."""
     from torch._dispatch.python import enable_python_dispatcher
 
-    node = graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args)
+    node = graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
         if key in old.meta:
             node.meta[key] = old.meta[key]
     first, *rest = map_arg(args, value_of)
     with value_of(old).fake_mode, enable_python_dispatcher():
         run = getattr(first, target) if isinstance(target, str) else target
-        node.meta["example_value"] = run(*rest) if isinstance(target, str) else run(first, *rest)
+        node.meta["example_value"] = run(*rest) if isinstance(target, str) else run(first, *rest, **kwargs)
     return node
 
 

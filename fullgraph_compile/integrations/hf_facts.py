@@ -109,6 +109,37 @@ def default_positions(
     return real.cumsum(1) * real + past
 
 
+def rule_of_padding(
+    module: nn.Module, forward: Callable[..., Any], left: bool, rules: list[str | None]
+) -> str | bool | None:
+    """The first rule by which a request alone equals what the model makes of it with padding around; False = none.
+
+    Args:
+        left: where the padding is.
+        rules: as ``Facts.positions``, or "ranks", which counts real tokens.
+    """
+    device = next(module.parameters()).device
+    tokens = small_tokens(module, "input_ids", torch.zeros(1, dtype=torch.long, device=device), REAL)
+    padding = tokens.new_full((1, COLUMNS - REAL), max(padding_id(module), 0))
+    parts = [(padding, 0), (tokens, 1)] if left else [(tokens, 1), (padding, 0)]
+    ids = torch.cat([p for p, _ in parts], dim=1)
+    mask = torch.cat([torch.full_like(p, real) for p, real in parts], dim=1)
+    start = COLUMNS - REAL if left else 0
+    want = leading(forward(input_ids=ids, attention_mask=mask))[:, start : start + REAL]
+    for rule in rules:
+        call: dict[str, Any] = {}
+        if rule == "ranks":
+            call["position_ids"] = torch.arange(REAL, device=device)[None]
+        elif rule is not None:
+            found = default_positions(rule, module, ids, COLUMNS, device)
+            assert found is not None
+            call["position_ids"] = found[:, start : start + REAL]
+        got = leading(forward(input_ids=tokens, **call))
+        if error(got, want) <= allowed(got):
+            return rule
+    return False
+
+
 def leading(output: Any) -> Tensor:
     """The hidden states."""
     return output if isinstance(output, Tensor) else output[0]

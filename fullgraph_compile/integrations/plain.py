@@ -50,6 +50,14 @@ class PlainModule:
     # Whether ``attention`` makes the module's attention calls the op.  If not, they are found in the traced graph:
     # torch's own attention, which cannot be traced with an unbacked token count.
     op_attention = False
+    # Whether rows of several requests in one call are not what each alone would give, whatever its graph looks like.
+    one_request = False
+
+    @property
+    def all_or_nothing(self) -> bool:
+        """Whether what cannot be captured is better left to the module itself: it was not seen to be right in other
+        ways."""
+        return False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -74,6 +82,27 @@ class PlainModule:
         Raises:
             NotServed: the module cannot be captured.
         """
+
+    def check_trace(
+        self,
+        call: dict[str, Any],
+        traced: Callable[[dict[str, Any]], Any],
+        lengths: tuple[int, ...] = (5, 4),
+        *,
+        strict: bool = True,
+    ) -> bool:
+        """Compare what was traced of a form of the call with the module itself: whether they are equal.
+
+        Args:
+            call: a call of that form.
+            traced: makes such a call by the trace; several requests in it are those of the active batch.
+            lengths: tokens of each request.
+            strict: whether a difference is raised.
+
+        Raises:
+            NotServed: they differ, or the module cannot make such a call.
+        """
+        return True
 
     def bind(self, given: dict[str, Any], active: PrefillBatch | None) -> Bound:
         """The call in its one canonical form: arguments by name, nothing that has no effect.

@@ -12,77 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullgraph_compile import ops
 from fullgraph_compile.batch import PrefillBatch, no_active_batch
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations import hf_facts
-from fullgraph_compile.integrations.hf_facts import COLUMNS, REAL, Facts, allowed, error, leading
+from fullgraph_compile.integrations.hf_attention import ATTENTION, Watching, attention_function, counting_sites
+from fullgraph_compile.integrations.hf_facts import REAL, Facts, allowed, error, leading
 from fullgraph_compile.integrations.packing import Spans
 from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule
 from fullgraph_compile.report import log
-
-# A name that transformers' mask registry does not know: no mask is built for it, as the op makes its own.
-ATTENTION = "full_prefill"
-
-# Arguments of an attention function that change nothing of what the op computes.
-_NO_EFFECT = frozenset(
-    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
-     "output_router_logits", "logits_to_keep", "labels", "num_items_in_batch", "is_causal", "head_mask",
-     "past_key_values", "layer_idx", "deterministic", "position_embeddings"}
-)  # fmt: skip
 
 
 def is_transformers(module: nn.Module) -> bool:
     """Whether the module is a transformers model; does not import transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
-
-
-def attention_function(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface on the op.
-
-    Args:
-        query: ``[1, heads, T, head_size]``.
-        key: ``[1, kv_heads, T, head_size]``.
-        value: ``[1, kv_heads, T, value_head_size]``.
-
-    Returns:
-        ``[1, T, heads, value_head_size]``, and no attention weights.
-
-    Raises:
-        NotServed: the call means something that the op does not say.
-    """
-    name = type(module).__name__
-    if attention_mask is not None:
-        raise NotServed(Reason.ATTENTION, f"{name} gives its attention a mask of its own")
-    if query.shape[0] != 1:
-        raise NotServed(Reason.BATCHED, f"{name} attends with a batch dim of {query.shape[0]}")
-    if dropout:
-        raise NotServed(Reason.TRAINING, f"{name} attends with dropout {dropout}")
-    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _NO_EFFECT)
-    if unknown:
-        raise NotServed(Reason.ATTENTION, f"{name} gives its attention {', '.join(unknown)}, which is not understood")
-    causal = others.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
-    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    left = -1 if sliding_window is None else int(sliding_window) - 1
-    right = 0 if causal else left
-    out = ops.attention(q, k, v, s_aux, None, scale, left, right, float(softcap or 0.0), -1)
-    return out.unsqueeze(0), None
 
 
 class TransformersModule(PlainModule):
@@ -93,6 +36,8 @@ class TransformersModule(PlainModule):
         whole: the model with its head, or the body itself.
 
     Attributes:
+        op_attention: false for a model whose attention calls are not what transformers' interface says of them, or that
+            attends by code of its own: it is left as it is, and found in the traced graph.
         facts: what the model means by a call; None before the first one.
     """
 
@@ -128,14 +73,19 @@ class TransformersModule(PlainModule):
         try:
             if pooler is not None:
                 self.module._modules["pooler"] = None
-            for config in self._configs:
-                config["_attn_implementation_internal"] = name
+            if name != ATTENTION or self.op_attention:
+                for config in self._configs:
+                    config["_attn_implementation_internal"] = name
             yield
         finally:
             if pooler is not None:
                 self.module._modules["pooler"] = pooler
             for config, old in zip(self._configs, before, strict=True):
                 config["_attn_implementation_internal"] = old
+
+    @property
+    def all_or_nothing(self) -> bool:
+        return self.one_request or not self.op_attention
 
     def traceable(self) -> Callable[..., Any]:
         from fullgraph_compile.integrations.hf_cache import keeping_keys
@@ -185,43 +135,14 @@ class TransformersModule(PlainModule):
             return rule
         left = spans.left
         if left not in self._rules:
-            with self._lock:
-                self._rules[left] = self._rule_of_padding(left, [rule, "ranks"] if rule == "columns" else [rule])
+            rules: list[str | None] = [rule, "ranks"] if rule == "columns" else [rule]
+            with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
+                self._rules[left] = hf_facts.rule_of_padding(self.module, self.forward, left, rules)
         found = self._rules[left]
         if found is False:
             side = "left" if left else "right"
             raise NotServed(Reason.MASK, f"{side} padding changes what {self.name} computes for its real tokens")
         return found  # type: ignore[return-value]
-
-    def _rule_of_padding(self, left: bool, rules: list[str | None]) -> str | bool | None:
-        """The first rule by which a padded request, packed through the op, equals the model's own call."""
-        device = next(self.module.parameters()).device
-        lead, sample = "input_ids", torch.zeros(1, dtype=torch.long, device=device)
-        tokens = hf_facts.small_tokens(self.module, lead, sample, REAL)
-        padding = tokens.new_full((1, COLUMNS - REAL), max(hf_facts.padding_id(self.module), 0))
-        parts = [(padding, 0), (tokens, 1)] if left else [(tokens, 1), (padding, 0)]
-        ids = torch.cat([p for p, _ in parts], dim=1)
-        mask = torch.cat([torch.full_like(p, real) for p, real in parts], dim=1)
-        start = COLUMNS - REAL if left else 0
-        sites: list[str] = []
-        with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
-            for implementation in (None, "eager"):
-                with self.attention(implementation) if implementation else _as_it_is():
-                    want = leading(self.forward(input_ids=ids, attention_mask=mask))[:, start : start + REAL]
-                for rule in rules:
-                    call: dict[str, Any] = {}
-                    if rule == "ranks":
-                        call["position_ids"] = torch.arange(REAL, device=device)[None]
-                    elif rule is not None:
-                        found = hf_facts.default_positions(rule, self.module, ids, COLUMNS, device)
-                        assert found is not None
-                        call["position_ids"] = found[:, start : start + REAL]
-                    with self.attention(), counting_sites(sites), PrefillBatch([REAL], device=device):
-                        got = leading(self.forward(input_ids=tokens, **call))
-                    self._check_sites(sites)
-                    if error(got, want) <= allowed(got):
-                        return rule
-        return False
 
     # -- before a trace ------------------------------------------------------------------------------------------
 
@@ -244,36 +165,87 @@ class TransformersModule(PlainModule):
             self._primed.add(form)
 
     def _check(self, call: dict[str, Any]) -> None:
+        try:
+            self._check_op(call)
+        except NotServed:
+            # The model may attend by itself, or mask its calls by more than they say.
+            with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION), Watching(REAL) as watching:
+                self.forward(**self._small_call(call, REAL))
+            if not watching.attends:
+                raise
+            self.op_attention = self.one_request = False
+
+    def check_trace(
+        self,
+        call: dict[str, Any],
+        traced: Callable[[dict[str, Any]], Any],
+        lengths: tuple[int, ...] = (REAL, 4),
+        *,
+        strict: bool = True,
+    ) -> bool:
+        calls = [self._small_call(call, n) for n in lengths]
+        device = next(v.device for v in call.values() if isinstance(v, Tensor))
+        with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
+            alone = self._alone(calls)
+            with PrefillBatch(lengths, device=device):
+                out = traced({k: call[k] for k in ("use_cache",) if k in call} | self._pack(calls))
+        got = out[0] if call.get("use_cache") else out
+        apart = error(leading(list(got.values()) if isinstance(got, dict) else got), alone)
+        if strict and not apart <= allowed(alone):
+            raise NotServed(
+                Reason.ATTENTION,
+                f"two packed requests differ from each alone by {apart:.2g} of the largest value in what was traced of "
+                f"{self.name}",
+            )
+        return apart <= allowed(alone)
+
+    def _pack(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """Calls of one request each, as one packed call."""
+        dims = self.token_dims(calls[0])
+        return {k: torch.cat([c[k] for c in calls], dim=dims[k]) if k in dims else v for k, v in calls[0].items()}
+
+    def _check_op(self, call: dict[str, Any]) -> None:
         """Two short packed requests through the op, against the user's own attention, each alone."""
         lengths = (REAL, 4)
         calls = [self._small_call(call, n) for n in lengths]
-        dims = self.token_dims(calls[0])
-        packed = {k: torch.cat([c[k] for c in calls], dim=dims[k]) if k in dims else v for k, v in calls[0].items()}
         device = next(v.device for v in call.values() if isinstance(v, Tensor))
         sites: list[str] = []
         with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
             with self.attention(), counting_sites(sites), PrefillBatch(lengths, device=device):
-                got = leading(self.forward(**packed))
+                got = leading(self.forward(**self._pack(calls)))
             self._check_sites(sites)
             # Some of transformers' implementations drop what others compute (sdpa: the soft cap), so the model's
             # eager attention is a second opinion.
-            alone = self._alone(calls)
-            errors = [error(got, alone)]
-            if not errors[-1] <= allowed(got):
+            wants = [self._alone(calls)]
+            packed = error(got, wants[0])
+            if not packed <= allowed(got):
                 with self.attention("eager"):
-                    errors.append(error(got, self._alone(calls)))
-        if not errors[-1] <= allowed(got):
+                    wants.append(self._alone(calls))
+            errors = [error(got, want) for want in wants]
+            if not min(errors) <= allowed(got):
+                # Positions that the model counts itself, or a convolution over tokens, are right for one request.
+                with self.attention():
+                    got = torch.cat([self._through_op(c, n) for c, n in zip(calls, lengths, strict=True)], dim=1)
+                errors = [error(got, want) for want in wants]
+                self.one_request = True
+        if not min(errors) <= allowed(got):
             raise NotServed(
                 Reason.ATTENTION,
-                f"two packed requests differ from each alone by {errors[0]:.2g} of the largest value: "
-                f"{self.name} masks or mixes in a way that its attention calls do not say",
+                f"two packed requests differ from each alone by {packed:.2g} of the largest value, and one through the "
+                f"op from itself by {errors[0]:.2g}: {self.name} masks or mixes in a way that its attention calls do "
+                "not say",
             )
-        if len(errors) > 1:
+        if not errors[0] <= allowed(got):
             log.info(
                 "%s: replays equal its eager attention; the implementation that was set differs from that by %.2g",
                 self.name,
                 errors[0],
             )
+
+    def _through_op(self, call: dict[str, Any], tokens: int) -> Tensor:
+        device = next(v.device for v in call.values() if isinstance(v, Tensor))
+        with PrefillBatch([tokens], device=device):
+            return leading(self.forward(**call))
 
     def _check_sites(self, sites: list[str]) -> None:
         if not sites:
@@ -315,11 +287,6 @@ _POOLING = ("SequenceClassification", "MultipleChoice", "NextSentence", "ForPreT
 
 
 @contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def refusing(reason: Reason) -> Iterator[None]:
     """Small calls of our own that the model cannot make: the user's call then runs as it is."""
     try:
@@ -329,22 +296,6 @@ def refusing(reason: Reason) -> Iterator[None]:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise NotServed(reason, f"a small call to learn from failed: {type(error).__name__}: {first}") from error
-
-
-@contextmanager
-def counting_sites(sites: list[str]) -> Iterator[None]:
-    """Append to ``sites`` at each call of the op that is made eagerly."""
-    before = ops.direct_attention()
-
-    def counted(*args: Any) -> Tensor:
-        sites.append("")
-        return before(*args)
-
-    ops.set_direct_attention(counted)
-    try:
-        yield
-    finally:
-        ops.set_direct_attention(before)
 
 
 def _configs(module: nn.Module) -> list[dict[str, Any]]:

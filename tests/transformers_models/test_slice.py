@@ -20,6 +20,11 @@ REPLAYING = [
     ("causal", "mixtral"),
     ("causal", "deepseek_v3"),
     ("causal", "gpt_oss"),
+    # One request a call, as it counts its positions itself.
+    ("causal", "bart"),
+    # Attention of their own, with ALiBi and without.
+    ("causal", "bloom"),
+    ("causal", "falcon"),
     ("masked", "bert"),
     ("masked", "roberta"),
     ("base", "distilbert"),
@@ -27,10 +32,8 @@ REPLAYING = [
 ]
 REFUSED = {
     ("causal", "mamba"): "no attention call",
-    ("causal", "bloom"): "no attention call",
-    ("causal", "falcon"): "a small call to learn from failed",
-    ("causal", "bart"): "differ from each alone",
-    ("causal", "big_bird"): "no attention call",
+    ("causal", "llama4_text"): "an attention call was not understood",
+    ("causal", "big_bird"): "padding is not proven safe",
 }
 
 
