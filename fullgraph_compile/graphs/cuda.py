@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,23 +13,7 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.graphs.base import CaptureError, GraphRecorder, RecordedGraph, collector_off
-
-# cuBLAS keeps one workspace for each stream it has run on, and torch drops that of a graph's capture stream when it
-# destroys the graph.  So a stream serves one recorder at a time: no recorder can pull the workspace from under the
-# graphs of another.  And streams are used again: each new one would cost another workspace.
-_free_streams: dict[int, list[torch.cuda.Stream]] = {}
-_streams_lock = threading.Lock()
-
-
-def _borrow_stream(device: torch.device) -> torch.cuda.Stream:
-    with _streams_lock:
-        free = _free_streams.setdefault(device.index, [])
-        return free.pop() if free else torch.cuda.Stream(device)
-
-
-def _return_stream(stream: torch.cuda.Stream) -> None:
-    with _streams_lock:
-        _free_streams.setdefault(stream.device.index, []).append(stream)
+from fullgraph_compile.graphs.streams import borrow_stream, return_stream
 
 
 class CudaGraph(RecordedGraph):
@@ -98,9 +81,9 @@ class CudaGraphRecorder(GraphRecorder):
         """On the capture stream, ordered after the caller's stream, which then waits for it."""
         with torch.cuda.device(self.device):
             if self._stream is None:
-                self._stream = _borrow_stream(self.device)
+                self._stream = borrow_stream(self.device)
                 # A recorder that is dropped without being closed: its graphs are destroyed along with it.
-                self._give_back = weakref.finalize(self, _return_stream, self._stream)
+                self._give_back = weakref.finalize(self, return_stream, self._stream)
                 self._give_back.atexit = False
             stream, caller = self._stream, torch.cuda.current_stream(self.device)
             if caller == stream:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fullgraph_compile.batch import PrefillBatch, no_active_batch
 from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.graphs.streams import aside
 from fullgraph_compile.integrations import hf_facts
 from fullgraph_compile.integrations.hf_attention import ATTENTION, Watching, attention_function, counting_sites
 from fullgraph_compile.integrations.hf_facts import REAL, Facts, allowed, error, leading
@@ -116,7 +117,8 @@ class TransformersModule(PlainModule):
         leads = [n for n in ("input_ids", "inputs_embeds") if isinstance(given.get(n), Tensor)]
         if self.facts is not None or len(leads) != 1:
             return
-        with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS):
+        device = given[leads[0]].device
+        with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS), aside(device):
             if self.facts is None:
                 self.facts = hf_facts.learn(self.module, self.forward, self.names, leads[0], given[leads[0]])
 
@@ -154,7 +156,8 @@ class TransformersModule(PlainModule):
         form = frozenset((k, v) for k, v in call.items() if isinstance(v, (bool, str)))
         if self._prepared and form in self._primed:
             return
-        with self._lock:
+        device = next(v.device for v in call.values() if isinstance(v, Tensor))
+        with self._lock, aside(device):
             small = self._small_call(call, REAL)
             if self._prepared:
                 with torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS):
