@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,15 @@ def cells(out: str) -> dict[str, list[str]]:
 def test_the_console_script_is_this() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="fgc")
     assert script.load() is cli.main
+
+
+def test_the_package_can_be_run_as_a_module(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fgc", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("fullgraph_compile", run_name="__main__")
+    assert not stop.value.code and capsys.readouterr().out.startswith("fullgraph-compile ")
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
