@@ -16,6 +16,7 @@ from fullgraph_compile.attention.flash_libraries import (
     FlashLibrary,
 )
 from fullgraph_compile.attention.real_rows import PerCall, RealRows
+from fullgraph_compile.attention.reasons import no_cuda
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.ops import AttentionSite
 
@@ -52,13 +53,8 @@ class FlashAttnBackend(AttentionBackend):
 
     def _choose(self, device: torch.device) -> FlashLibrary | list[str]:
         """The library for a device, or why there is none."""
-        if device.type != "cuda":
-            return [f"the device is {device.type}; it runs on CUDA only"]
-        if torch.version.hip is not None:
-            return ["it was never tried on ROCm"]
-        if not torch.cuda.is_available():
-            return ["there is no CUDA device"]
-        reasons: list[str] = []
+        if reasons := no_cuda(device):
+            return reasons
         for kind in self.libraries:
             why = [kind.absent()] if kind.absent() else kind().device_reasons(device)
             if not why:

@@ -28,6 +28,7 @@ from fullgraph_compile.attention.flashinfer_plan import (
     refuse_in_capture,
 )
 from fullgraph_compile.attention.real_rows import PerCall, RealRows
+from fullgraph_compile.attention.reasons import equal_sizes, no_dtype, too_old
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.ops import AttentionSite
 
@@ -209,16 +210,11 @@ def _kernel_reasons(site: AttentionSite, kernels: str, device: torch.device) -> 
     reasons = []
     if device.type == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability(device)
-        if kernels == "fa2" and major < 8:
-            reasons.append(f"compute capability {major}.{minor} is below 8.0")
+        if kernels == "fa2":
+            reasons += too_old(device, 8, 0)
         if kernels == "fa3" and major != 9:
             reasons.append(f"compute capability is {major}.{minor}; FlashInfer's FA3 kernels are for 9.0")
-    if site.dtype not in _DTYPES:
-        reasons.append(f"dtype is {site.dtype}; it computes in float16 and bfloat16 only")
-    if site.head_size != site.value_head_size:
-        reasons.append(
-            f"key head size {site.head_size} and value head size {site.value_head_size} differ; it needs equal ones"
-        )
+    reasons += [*no_dtype(site, *_DTYPES), *equal_sizes(site)]
     for size in sorted({site.head_size, site.value_head_size} - set(_HEAD_SIZES)):
         reasons.append(f"head size {size} is none of {', '.join(map(str, _HEAD_SIZES))}")
     if site.heads % site.kv_heads:

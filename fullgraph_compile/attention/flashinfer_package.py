@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fullgraph_compile.attention.flashinfer_plan import PlanKey
+from fullgraph_compile.attention.reasons import no_cuda
 
 _PACKAGE = "flashinfer-python"
 _OLDEST = (0, 6, 15)
@@ -25,13 +26,7 @@ _NO_POSITIONS, _ALIBI = 0, 2
 
 
 def device_reasons(device: torch.device) -> list[str]:
-    if device.type != "cuda":
-        return [f"the device is {device.type}; it runs on CUDA only"]
-    if torch.version.hip is not None:
-        return ["it was never tried on ROCm"]
-    if not torch.cuda.is_available():
-        return ["there is no CUDA device"]
-    return list(_package_reasons())
+    return no_cuda(device) or list(_package_reasons())
 
 
 @cache

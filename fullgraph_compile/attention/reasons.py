@@ -7,6 +7,21 @@ import torch
 from fullgraph_compile.ops import AttentionSite
 
 
+def no_cuda(device: torch.device, rocm: str = "it was never tried on ROCm") -> list[str]:
+    """Why a kernel for CUDA cannot run on a device at all; ``rocm``: what is said of AMD's builds of torch."""
+    if device.type != "cuda":
+        return [f"the device is {device.type}; it runs on CUDA only"]
+    if torch.version.hip is not None:
+        return [rocm]
+    return [] if torch.cuda.is_available() else ["there is no CUDA device"]
+
+
+def too_old(device: torch.device, *least: int) -> list[str]:
+    """Whether the compute capability of a CUDA device is below ``least``, (major, minor)."""
+    found = torch.cuda.get_device_capability(device)
+    return [] if found >= least else ["compute capability {}.{} is below {}.{}".format(*found, *least)]
+
+
 def features(site: AttentionSite, **missing: bool) -> list[str]:
     """Features of the site that are named as missing."""
     words = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.attention.base import AttentionBackend, Sentinel
+from fullgraph_compile.attention.reasons import no_cuda, too_old
 from fullgraph_compile.batch import StaticBatch
 from fullgraph_compile.ops import AttentionSite
 
@@ -245,15 +246,6 @@ def _device_limits(device: torch.device) -> tuple[int, int]:
 
 
 def _device_reasons(device: torch.device) -> list[str]:
-    if device.type != "cuda":
-        return [f"the device is {device.type}; it runs on CUDA only"]
-    if torch.version.hip is not None:
-        return ["it was never tried on ROCm"]
-    if importlib.util.find_spec("triton") is None:
+    if importlib.util.find_spec("triton") is None and device.type == "cuda" and torch.version.hip is None:
         return ["the package triton is not installed"]
-    if not torch.cuda.is_available():
-        return ["there is no CUDA device"]
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return [f"compute capability {major}.{minor} is below 8.0"]
-    return []
+    return no_cuda(device) or too_old(device, 8, 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.attention.base import AttentionBackend, Sentinel
-from fullgraph_compile.attention.reasons import equal_sizes, features, no_dtype, sizes
+from fullgraph_compile.attention.reasons import equal_sizes, features, no_cuda, no_dtype, sizes, too_old
 from fullgraph_compile.batch import StaticBatch
 from fullgraph_compile.ops import AttentionSite
 
@@ -81,17 +81,10 @@ class VarlenAttention(AttentionBackend):
 
 
 def _device_reasons(device: torch.device) -> list[str]:
-    if device.type != "cuda":
-        return [f"the device is {device.type}; it runs on CUDA only"]
-    if flash_attention is None:
+    if device.type == "cuda" and flash_attention is None:
         return ["this torch has no aten::_flash_attention_forward"]
-    if torch.version.hip is not None:
-        return ["on ROCm its kernel is another one, which is not known to zero padded rows"]
-    if not torch.cuda.is_available():
-        return ["there is no CUDA device"]
+    if reasons := no_cuda(device, rocm="on ROCm its kernel is another one, which is not known to zero padded rows"):
+        return reasons
     if not torch.backends.cuda.is_flash_attention_available():
         return ["this torch was built without FlashAttention"]
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return [f"compute capability {major}.{minor} is below 8.0"]
-    return []
+    return too_old(device, 8, 0)
