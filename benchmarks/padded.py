@@ -1,0 +1,186 @@
+"""Whole transformers models called with padded ``[B, S]`` batches: eager, torch.compile, and one line of fgc.compile.
+
+    python benchmarks/padded.py qwen3-0.6b qwen3-8b minilm --dtypes bfloat16
+    python benchmarks/padded.py minilm --dtypes float32 bfloat16 --batches 1 8 32 128
+    python benchmarks/padded.py minilm --device cpu --batches 1 4 --repeats 3
+
+Random weights of the shapes of Qwen3 (as causal LMs that return the last token's logits) and of all-MiniLM-L6-v2.  A
+time is the median wall time of one call from the padded ids and mask, which are on the device, to the result; inputs
+rotate.  Padding: rows of ``[B, S]`` that are no tokens, beside rows of the bucket that are none.  What is compiled is
+compared with eager first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import fullgraph_compile as fgc
+from fullgraph_compile.bench.models import DTYPES, PRESETS
+from fullgraph_compile.bench.timing import machine, median_ms
+
+console = Console(width=130)
+ROUTES = ("eager", "compile", "reduce-overhead", "full_prefill")
+MODELS = ("qwen3-0.6b", "qwen3-8b", "minilm")
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device(args.device)
+    console.print(machine())
+    found: dict[str, Any] = {"machine": machine(), "rows": []}
+    for name in args.models:
+        for dtype in args.dtypes:
+            torch.manual_seed(0)
+            random.seed(0)
+            rows = measure(name, DTYPES[dtype], device, args)
+            found["rows"] += rows
+            console.print(show(f"{name}, {dtype}", rows))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+def build(name: str, dtype: torch.dtype, device: torch.device, layers: int | None) -> nn.Module:
+    """A whole model with random weights."""
+    import transformers
+
+    if name == "minilm":
+        config: Any = transformers.BertConfig(
+            hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+        )
+        kind: Any = transformers.AutoModel
+    else:
+        config, kind = transformers.Qwen3Config(**PRESETS[name][1]), transformers.AutoModelForCausalLM
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    if hasattr(config, "layer_types"):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    with device:
+        model: nn.Module = kind.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def routes(model: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
+    """The model by each route; all share its weights but the last, whose projections are fused."""
+    made: dict[str, nn.Module] = {}
+    for route in args.routes:
+        if route == "full_prefill":
+            continue
+        # Not a copy: a module that torch.compile wraps stays as it is.
+        made[route] = model if route == "eager" else torch.compile(model, **modes(route))
+    if "full_prefill" in args.routes:
+        ours = copy.deepcopy(model)
+        gpu = next(model.parameters()).is_cuda
+        options: dict[str, Any] = {} if gpu else {"graphs": "tape", "compiler": "eager"}
+        made["full_prefill"] = fgc.compile(ours, max_tokens=args.max_tokens, max_padding=4.0, **options)
+    return made
+
+
+def modes(route: str) -> dict[str, Any]:
+    return {"dynamic": True} if route == "compile" else {"mode": "reduce-overhead", "dynamic": False}
+
+
+def batch_of(requests: int, name: str, device: torch.device, args: argparse.Namespace) -> dict[str, Tensor]:
+    """Sentences of 8 to 48 tokens, padded right for an encoder and left for a decoder; its one prompt: ``--prompt``."""
+    lengths = [random.randint(8, 48) for _ in range(requests)]
+    if requests == 1 and name != "minilm":
+        lengths = [args.prompt]
+    width = max(lengths)
+    rows = [[1] * n + [0] * (width - n) for n in lengths]
+    mask = torch.tensor(rows if name == "minilm" else [row[::-1] for row in rows], device=device)
+    return {"input_ids": torch.randint(5, 1000, mask.shape, device=device) * mask, "attention_mask": mask}
+
+
+def measure(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    model = build(name, dtype, device, args.layers)
+    extra = {} if name == "minilm" else {"logits_to_keep": 1, "use_cache": False}
+    made = routes(model, args)
+    batches = {n: [batch_of(n, name, device, args) for _ in range(8)] for n in args.batches}
+    rows = []
+    for route, one in made.items():
+        for requests, inputs in tqdm(batches.items(), desc=f"{name} {route}", leave=False):
+
+            def call(i: Tensor, one: nn.Module = one, inputs: list[dict[str, Tensor]] = inputs) -> Tensor:
+                with torch.inference_mode():
+                    return one(**inputs[int(i)], **extra)[0]
+
+            unlike = difference(call, lambda i, of=inputs: model(**of[int(i)], **extra)[0], inputs, name)
+            if unlike > TOLERANCE[dtype]:
+                raise SystemExit(f"{name} by {route} differs from eager by {unlike:.1e} (relative, real rows)")
+            before = calls_of(one) if route == "full_prefill" else None
+            numbers = [torch.tensor(i) for i in range(len(inputs))]
+            took = median_ms(call, numbers, device, repeats=args.repeats)
+            row: dict[str, Any] = {"model": name, "dtype": str(dtype), "route": route, "batch": requests, "ms": took}
+            row["padding"] = 1 - sum(float(x["attention_mask"].float().mean()) for x in inputs) / len(inputs)
+            if before is not None:
+                replays, calls, real, padded = (b - a for a, b in zip(before, calls_of(one), strict=True))
+                row["replayed"], row["bucket_padding"] = replays / calls, padded / max(1, real + padded)
+            rows.append(row)
+    return rows
+
+
+def difference(
+    call: Callable[[Tensor], Tensor],
+    plain: Callable[[Tensor], Tensor],
+    inputs: list[dict[str, Tensor]],
+    name: str,
+) -> float:
+    """Largest relative L2 difference over the rows that are tokens, which the one row of a left-padded LM is."""
+    worst = 0.0
+    for i, given in enumerate(inputs):
+        at = torch.tensor(i)
+        with torch.inference_mode():
+            want, got = plain(at).float(), call(at).float()
+        real = given["attention_mask"].bool() if name == "minilm" else given["attention_mask"][:, -1:].bool()
+        worst = max(worst, float((got - want)[real].norm() / want[real].norm()))
+    return worst
+
+
+def calls_of(model: nn.Module) -> tuple[int, int, int, int]:
+    """Replays, calls, real rows and padded rows up to now."""
+    report = fgc.report(model)
+    replays, rows = sum(report.replays.values()), sum(bucket * n for bucket, n in report.replays.items())
+    padded = sum(report.padding.values())
+    return replays, replays + sum(report.fallbacks.values()), rows - padded, padded
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table("batch", "padding of [B, S]", *(f"{r}, ms" for r in ROUTES), "replayed", "padding of the bucket",
+                  title=title)  # fmt: skip
+    for batch in dict.fromkeys(r["batch"] for r in rows):
+        by = {r["route"]: r for r in rows if r["batch"] == batch}
+        ours = by.get("full_prefill", {})
+        shares = [f"{ours[k]:.0%}" if k in ours else "-" for k in ("replayed", "bucket_padding")]
+        times = [f"{by[r]['ms']:.2f}" if r in by else "-" for r in ROUTES]
+        table.add_row(str(batch), f"{next(iter(by.values()))['padding']:.0%}", *times, *shares)
+    return table
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", choices=MODELS)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--prompt", type=int, default=30, help="tokens of a decoder's batch of one")
+    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=list(ROUTES))
+    parser.add_argument("--max-tokens", type=int, default=4096)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
