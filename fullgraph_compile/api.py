@@ -100,15 +100,15 @@ def warmup(body: Any, *args: Any, **kwargs: Any) -> Report:
         if args or kwargs:
             _uncounted(body, call, args, kwargs)
             return report(body)
-        if not is_transformers(module):
+        # A head is no part of what is captured.
+        traced: Any = compiled.module() if compiled is not None else module
+        if not is_transformers(traced):
             raise TypeError(
                 f"warmup() does not know how {type(module).__name__} is called; give the arguments of one call, "
                 "as in warmup(body, input_ids=ids, position_ids=positions)"
             )
         device = next(module.parameters()).device
         # Outside of fgc.compile the first graph is for one size; the second size makes it symbolic.
-        # A head is no part of what is captured.
-        traced: Any = compiled.module() if compiled is not None else module
         names = inspect.signature(traced.forward).parameters
         for tokens in (5,) if compiled else (5, 7):
             ids = torch.zeros(1, tokens, dtype=torch.long, device=device)

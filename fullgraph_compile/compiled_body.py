@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +17,18 @@ from fullgraph_compile.captured import CapturedGraph, PlainGraph, check_batch
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
+from fullgraph_compile.integrations.offloading import moved_weights
 from fullgraph_compile.integrations.plain import Bound, NotServed
+from fullgraph_compile.interposed import interposed
 from fullgraph_compile.options import Options, disabled
 from fullgraph_compile.pipeline import expected_decision
+from fullgraph_compile.refusals import Refusals
 from fullgraph_compile.registry import register, unregister
 from fullgraph_compile.report import Report, log
 from fullgraph_compile.runner import WeightsChanged
 from fullgraph_compile.tracing import Tracer
 from fullgraph_compile.variant import Variant, is_number
+from fullgraph_compile.whole_model import WholeModel, forward_of_class
 
 # An eager call means the same inside a batch of several requests only for these.
 _SAME_EAGERLY = frozenset({Reason.EMPTY})
@@ -46,24 +49,36 @@ class CompiledBody:
     def __init__(self, module: nn.Module, options: Options, whole: nn.Module | None = None) -> None:
         whole = module if whole is None else whole
         self.module = weakref.ref(module)
-        self.forward = module.forward
         self.options = options
         self.report = Report(name=type(whole).__name__, slots=options.slots)
         self.integration = integration_for(module, whole)
         self.fused = FusedWeights(module) if options.fuse_projections else None
         self.tracer = Tracer(self.integration, options, self.report, self.fused)
-        self.refused: NotServed | None = None
+        self._refusals = Refusals()
+        # Whether what was traced did not hold at some call since the module was learned.
+        self._changed = False
         self._variants: dict[Any, list[Variant]] = {}
-        # Forms of call that could not be traced: not tried again, as that takes seconds.
-        self._untraced: dict[Any, NotServed] = {}
         self._lock = threading.RLock()
+        self._counts = threading.local()
+        # Where the module is the body of a model, the forward of that.
+        self.whole = None if whole is module else WholeModel(whole, self)
         self.__signature__ = inspect.signature(module.forward)
         self.names = list(self.__signature__.parameters)
         register(self, [*module.parameters(), *module.buffers()])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module, or one that was saved and loaded, is not compiled: its forward is its class's."""
-        return _forward_of_class, (self.module(),)
+        return forward_of_class, (self.module(),)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        return self.integration.forward
+
+    @property
+    def calls(self) -> int:
+        """How often this thread has called the body."""
+        return getattr(self._counts, "calls", 0)
 
     # -- calling -------------------------------------------------------------------------------------------------
 
@@ -71,14 +86,22 @@ class CompiledBody:
         # Not torch.compiler.is_compiling(): that is true in every thread while any one compiles.
         if disabled() or torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return self.forward(*args, **kwargs)
+        self._counts.calls = self.calls + 1
         try:
-            bound, key = self._bind(args, kwargs)
-            self.report.device_reads += bound.device_reads
-            with self._lock, entered(bound.batch):
-                result = self._serve(bound, key)
-                return result if bound.back is None else bound.back(result)
+            try:
+                return self._served(args, kwargs)
+            except ModuleChanged:
+                self.integration.forget()
+                return self._served(args, kwargs)
         except NotServed as refusal:
             return self._eager(refusal, args, kwargs)
+
+    def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound, key = self._bind(args, kwargs)
+        self.report.device_reads += bound.device_reads
+        with self._lock, entered(bound.batch):
+            result = self._serve(bound, key)
+            return result if bound.back is None else bound.back(result)
 
     def _serve(self, bound: Bound, key: Any) -> Any:
         """Make the call by the first variant that is for it, the last used first; trace one if there is none."""
@@ -89,12 +112,17 @@ class CompiledBody:
             if not variant.serves(tokens):
                 continue
             if not variant.direct:
+                if variant.functions is not None and not variant.functions.same():
+                    continue
                 self._check_plain(variant.graph, bound)
-                with self.tracer.modes():
-                    return variant.traced(self.module(), self.tracer.marked(call, unbacked=variant.unbacked))
+                return self.tracer.again(variant, call)
             if variant.needs_asking(call) and not self._accepts(variant, call):
                 continue
-            if i and not (self.tracer.stands(variant) or (variant.take_new_weights() and self.tracer.holds(variant))):
+            asked = i > 0 or variant.doubted
+            if asked and not (
+                self.tracer.stands(variant) or (variant.take_new_weights() and self.tracer.holds(variant))
+            ):
+                variant.doubted = True
                 continue
             try:
                 with torch.no_grad():
@@ -102,7 +130,7 @@ class CompiledBody:
             except WeightsChanged:
                 continue
             # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
-            stands = bool(i) or self.tracer.stands(variant)
+            stands = asked or self.tracer.stands(variant)
             replaced = not stands and variant.replaced()
             if replaced and variant.take_new_weights() and self.tracer.holds(variant):
                 with torch.no_grad():
@@ -110,8 +138,10 @@ class CompiledBody:
             if replaced or not (stands or self.tracer.holds(variant)):
                 # Its graphs are freed: states of the module that come and go must not each keep a set.
                 variant.graph.release()
+                variant.doubted = self._changed = True
                 self.report.fell_back(Reason.CHANGED, strict=self.options.strict)
                 continue
+            variant.doubted = False
             variants.insert(0, variants.pop(i))
             return result
         if not tokens and not self.integration.op_attention:
@@ -120,10 +150,12 @@ class CompiledBody:
             variants[:] = [v for v in variants if v.direct and self.tracer.holds(v)]
         if len(variants) >= self.MOST_VARIANTS:
             raise NotServed(Reason.ARGUMENTS, f"more than {self.MOST_VARIANTS} values of a number that the graph keeps")
+        if self._changed:
+            self._changed = False
+            raise ModuleChanged
         several = bound.padded and bound.batch is not None and bound.batch.requests > 1
         if not several or self.options.strict:
-            variant, result = self._trace(call, key)
-            variants.insert(0, variant)
+            _, result = self._trace(call, key)
             return result
         # What was traced may turn out to serve one request only.  A padded batch then runs as it is, so the trace is
         # made by a call for one, which is not counted.
@@ -134,19 +166,38 @@ class CompiledBody:
         now.replays, now.padding, now.fallbacks = then.replays, then.padding, then.fallbacks
         # What it was about that turned a bucket off stays: no later call finds it out again.
         now.details = {**now.details, **then.details}
-        variants.insert(0, variant)
+        if not variant.lasting:
+            raise NotServed(Reason.NOT_LASTING)
         return self._serve(bound, key)
 
     def _trace(self, call: dict[str, Any], key: Any) -> tuple[Variant, Any]:
-        if key in self._untraced:
-            raise self._untraced[key]
+        """Trace this form of the call, and make the call; what is for the calls that follow is kept.
+
+        Raises:
+            NotServed: it cannot be traced, or could not be some calls ago: it is not tried each time.
+        """
+        self._refusals.check(key)
+        self._check_weights()
         module = self.module()
         assert module is not None
         try:
-            return self.tracer.trace(module, call)
+            variant, result = self.tracer.trace(module, call)
         except NotServed as refusal:
-            self._untraced[key] = refusal
+            self._refusals.add(key, refusal)
             raise
+        if variant.lasting:
+            self._refusals.drop(key)
+            self._variants[key].insert(0, variant)
+        else:
+            self._refusals.add(key, NotServed(Reason.NOT_LASTING))
+        return variant, result
+
+    def _check_weights(self) -> None:
+        """Raise ``NotServed`` where the weights do not stay on one device."""
+        module = self.module()
+        assert module is not None
+        if moved := moved_weights(module):
+            raise NotServed(Reason.OFFLOADED, moved)
 
     @staticmethod
     def _check_plain(graph: Any, bound: Bound) -> None:
@@ -179,14 +230,14 @@ class CompiledBody:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs} if args else kwargs
         if torch.is_grad_enabled() and self._wants_grad(module, given):
             raise NotServed(Reason.GRAD, "call under torch.no_grad() or torch.inference_mode()")
-        if self.refused is not None:
-            raise self.refused
+        if what := interposed():
+            raise NotServed(Reason.INTERPOSED, what)
+        for name, value in given.items():
+            if isinstance(value, Tensor) and type(value) is not Tensor and type(value) is not nn.Parameter:
+                raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
+        self._refusals.check(None, ask=ask)
         if ask:
-            try:
-                self.integration.learn(given)
-            except NotServed as refusal:
-                self.refused = refusal
-                raise
+            self._learn(lambda: self.integration.learn(given))
         bound = self.integration.bind(given, active_batch())
         call = bound.call
         dims = self.integration.token_dims(call)
@@ -200,21 +251,23 @@ class CompiledBody:
         if bound.batch is not None:
             check_batch(bound.batch, tokens, device)
         key = self._key(call, dims)
-        if tokens and ask and key not in self._variants:
-            self._prepare(call)
+        if tokens and ask and (key not in self._variants or not self.integration.prepared):
+            self._learn(lambda: self.integration.prepare(call))
         return bound, key
 
-    def _prepare(self, call: dict[str, Any]) -> None:
-        """Before a form of the call is traced the first time: learn what the module's attention means.
+    def _learn(self, question: Callable[[], None]) -> None:
+        """Ask the module what it means by a call, or what its attention means, before it is traced.
 
         Raises:
-            NotServed: it cannot be marked; every later call runs as the user wrote it.
+            NotServed: it cannot be marked; calls run as the user wrote them.
         """
+        if not self.integration.prepared:
+            self._check_weights()
         with self._lock:
             try:
-                self.integration.prepare(call)
+                question()
             except NotServed as refusal:
-                self.refused = refusal
+                self._refusals.add(None, refusal)
                 raise
 
     @staticmethod
@@ -248,11 +301,24 @@ class CompiledBody:
     def _eager(self, refusal: NotServed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original call.  Inside a batch of several requests it would mean something else, so it is an error."""
         self.report.fell_back(refusal.reason, refusal.detail, strict=self.options.strict)
+        self._check_eager(refusal)
+        return self.forward(*args, **kwargs)
+
+    def _check_eager(self, refusal: NotServed) -> None:
         batch = active_batch()
         several = batch is not None and batch.requests > 1 and refusal.reason not in _SAME_EAGERLY
         if batch is not None and (several or batch.cache is not None):
             raise FallbackError(f"{self.report.name} cannot be called with {batch!r}: {refusal}")
-        return self.forward(*args, **kwargs)
+
+    def passed_by(self) -> None:
+        """The model was called, and did not call this body.
+
+        Raises:
+            FallbackError: inside a batch, which the model then knows nothing of; under ``strict``.
+        """
+        refusal = NotServed(Reason.PASSED_BY, f"{type(self.module()).__name__}.forward")
+        self.report.fell_back(refusal.reason, refusal.detail, strict=self.options.strict)
+        self._check_eager(refusal)
 
     # -- asking --------------------------------------------------------------------------------------------------
 
@@ -280,7 +346,7 @@ class CompiledBody:
 
     def release(self) -> None:
         """Free the graphs; the next call captures again, without compiling."""
-        self._untraced.clear()
+        self._refusals.clear()
         for graph in self.graphs():
             graph.runner.release()
 
@@ -291,6 +357,8 @@ class CompiledBody:
         self._variants.clear()
         if self.fused is not None:
             self.fused.undo()
+        if self.whole is not None:
+            self.whole.close()
         module = self.module()
         if module is not None and module.__dict__.get("forward") is self:
             del module.__dict__["forward"]
@@ -298,8 +366,8 @@ class CompiledBody:
                 module.forward = self.forward
 
 
-def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    return types.MethodType(type(module).forward, module)
+class ModuleChanged(Exception):
+    """What was traced does not hold, and what was learned of the module before may not either."""
 
 
 @contextmanager
@@ -344,7 +412,10 @@ def compile(module: nn.Module, **options: Any) -> nn.Module:
     if isinstance(previous, CompiledBody):
         log.info("%s: compiled before; compiling it anew", type(module).__name__)
         previous.close()
-    body.forward = CompiledBody(body, parsed, module)
+    compiled = CompiledBody(body, parsed, module)
+    body.forward = compiled
+    if compiled.whole is not None:
+        module.forward = compiled.whole
     return module
 
 

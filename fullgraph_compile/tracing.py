@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from fullgraph_compile.backend import compile_graph
 from fullgraph_compile.captured import CapturedGraph, PlainGraph
+from fullgraph_compile.class_functions import ClassFunctions, traced_code
 from fullgraph_compile.compilers import warm_workers
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.fused_weights import FusedWeights
@@ -103,10 +105,13 @@ class Tracer:
         seen: list[Any] = []
         outputs: list[Any] = []
         failed: list[BadOption | NotServed] = []
+        codes: set[types.CodeType] = set()
+        ran: list[bool] = []
 
         shown = ExitStack()
 
         def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            codes.update(traced_code())
             shown.close()  # what follows shows itself
             try:
                 graph = compile_graph(gm, examples, self.options, self.report, self.fused)
@@ -122,6 +127,7 @@ class Tracer:
                 raise refusal
 
             def run(*args: Any) -> Any:
+                ran.append(True)
                 results = graph(*args)
                 if not seen:
                     seen.extend((graph, args))
@@ -148,16 +154,22 @@ class Tracer:
                 if failed:
                     raise failed[0] from None
                 raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from None
+            except Exception as error:
+                # Before anything was computed it is the trace's own, or the module's, which then raises it again.
+                if ran:
+                    raise
+                raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from error
         if not seen:
             raise NotServed(Reason.NOT_TRACED, "nothing was traced")
         variant = Variant(seen[0], traced, body.__code__, marked, unbacked, weakref.ref(module))
+        variant.functions = ClassFunctions(module, codes)
         if not left_something(before):
             variant.learn(seen[1], outputs, result)
+            variant.lasting = self.holds(variant)
+            variant.direct = variant.direct and variant.lasting
         if variant.direct:
             variant.stand()
-            if not self.holds(variant):
-                variant.direct = False
-            elif not self.stands(variant):
+            if not self.stands(variant):
                 variant.standing = None
         return variant, result
 
@@ -171,6 +183,18 @@ class Tracer:
             return False
         with self.modes():
             return variant.still_holds()
+
+    def again(self, variant: Variant, call: dict[str, Any]) -> Any:
+        """A call through Dynamo.
+
+        Raises:
+            NotServed: what was traced does not hold any more, and it cannot be traced again.
+        """
+        with self.modes():
+            try:
+                return variant.traced(variant.module(), self.marked(call, unbacked=variant.unbacked))
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from None
 
     def holds(self, variant: Variant) -> bool:
         """Whether the module is as it was when the variant was traced."""

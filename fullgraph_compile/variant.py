@@ -15,6 +15,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.utils import _pytree as pytree
 
 from fullgraph_compile.captured import CapturedGraph
+from fullgraph_compile.class_functions import ClassFunctions
 from fullgraph_compile.report import log
 from fullgraph_compile.standing_guards import StandingGuards
 from fullgraph_compile.watching import WORKS
@@ -44,6 +45,9 @@ class Variant:
         owners: placeholder -> where the weight hangs.
         parts: where each submodule hangs.
         numbers: for the numbers of a call, whether the trace is for them.
+        functions: what the trace went through of the classes of the module's parts.
+        lasting: whether the trace holds for a second call, as its first one left the module and all else that it reads.
+        doubted: whether the trace did not hold when all was last asked; it is then asked before it is used.
         standing: asks the guards without walking through the module; None = they are asked in full each time.
         template: for each leaf of the result, the index of an output, the name of an input, or the constant itself.
     """
@@ -63,6 +67,9 @@ class Variant:
     spec: Any = None
     numbers: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     parts: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
+    functions: ClassFunctions | None = None
+    lasting: bool = True
+    doubted: bool = False
     standing: StandingGuards | None = None
     _locals: dict[str, Any] = field(default_factory=dict)
     # Calls until changes are watched for again, and how many those are after the next change: to begin anew takes
@@ -185,6 +192,8 @@ class Variant:
         Asks Dynamo's own guards about the traced call's arguments.  Those on parameters were left out: they are most
         of the cost, and weights are compared by identity and address instead.
         """
+        if self.functions is not None and not self.functions.same():
+            return False
         entry = self._guards()
         sample = self.sample if sample is None else sample
         return entry is not None and bool(entry.guard_manager.check({"module": self.module(), "kwargs": sample}))
@@ -207,10 +216,13 @@ class Variant:
 
         If not, all must be asked: ``replaced`` and ``holds``.
         """
-        return self.standing is not None and self._quiet == 0 and self.standing.watch.same()
+        # Where the trace did not hold, what is watched may be the very state that it is not for.
+        return self.standing is not None and not (self.doubted or self._quiet) and self.standing.watch.same()
 
     def still_holds(self) -> bool:
         """Asks the guards that ``stands`` leaves out."""
+        if self.functions is not None and not self.functions.same():
+            return False
         return self.standing is not None and bool(self.standing.rest.check(self._locals))
 
     def changed(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -23,17 +24,30 @@ def integration_for(module: nn.Module, whole: nn.Module) -> PlainModule:
 
 def body_of(module: nn.Module) -> nn.Module:
     """The part of a model that is traced: of a transformers model with a head its body, as the head's own code is
-    written for padded batches and costs one launch; of any other module all of it."""
+    written for padded batches and costs one launch; of what has one such model inside (adapters, pooling) that one's
+    body; of any other module all of it."""
     from fullgraph_compile.integrations.transformers import is_transformers
 
     if not is_transformers(module):
-        return module
+        inside = list(_models_in(module))
+        return body_of(inside[0]) if len(inside) == 1 else module
     body = module.base_model
     if not isinstance(body, nn.Module) or not is_transformers(body):
         return module
     while (inner := _wrapped(body)) is not None:
         body = inner
     return body
+
+
+def _models_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The transformers models in a module, not those within them."""
+    from fullgraph_compile.integrations.transformers import is_transformers
+
+    for part in module.children():
+        if is_transformers(part):
+            yield part
+        else:
+            yield from _models_in(part)
 
 
 def _wrapped(body: nn.Module) -> nn.Module | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,7 +62,14 @@ class PlainModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.forward = module.forward
+        forward = module.forward
+        # Only a forward of its own is kept: a class may get another one.
+        self._own_forward = None if getattr(forward, "__func__", None) is type(module).forward else forward
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The module's forward, as the user wrote it."""
+        return self._own_forward or types.MethodType(type(self.module).forward, self.module)
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -75,6 +83,14 @@ class PlainModule:
 
     def learn(self, given: dict[str, Any]) -> None:
         """Ask the module what it means by a call, before the first one, whose arguments are ``given``."""
+
+    @property
+    def prepared(self) -> bool:
+        """Whether ``prepare`` is done with."""
+        return True
+
+    def forget(self) -> None:
+        """What was learned may not hold any more: the module has changed."""
 
     def prepare(self, call: dict[str, Any]) -> None:
         """Look at the module before a form of the call is traced the first time.

@@ -54,9 +54,7 @@ class TransformersModule(PlainModule):
         self.names = list(inspect.signature(module.forward).parameters)
         self.facts: Facts | None = None
         self._whole_pools = whole is not module and any(part in self.name for part in _POOLING)
-        config: Any = module.config
-        decodes = bool(getattr(config, "is_decoder", False))
-        self._causal = decodes or any(getattr(m, "is_causal", False) for m in module.modules())
+        self._causal = _is_causal(module)
         self._configs = _configs(module)
         self._prepared = False
         self._primed: set[Any] = set()
@@ -104,6 +102,19 @@ class TransformersModule(PlainModule):
         from fullgraph_compile.integrations.hf_front import bind
 
         return bind(self, given, active)
+
+    @property
+    def prepared(self) -> bool:
+        return self._prepared
+
+    def forget(self) -> None:
+        with self._lock:
+            self.facts = None
+            self._prepared, self.op_attention, self.one_request = False, True, False
+            self._primed.clear()
+            self._rules.clear()
+            self._causal = _is_causal(self.module)
+            self._configs = _configs(self.module)
 
     # -- what the model means --------------------------------------------------------------------------------------
 
@@ -299,6 +310,11 @@ def refusing(reason: Reason) -> Iterator[None]:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise NotServed(reason, f"a small call to learn from failed: {type(error).__name__}: {first}") from error
+
+
+def _is_causal(module: nn.Module) -> bool:
+    decodes = bool(getattr(module.config, "is_decoder", False))
+    return decodes or any(getattr(m, "is_causal", False) for m in module.modules())
 
 
 def _configs(module: nn.Module) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import pytest
@@ -98,26 +97,6 @@ def test_the_attention_that_the_user_sets_later_is_used_by_eager_calls_only() ->
     assert model.config._attn_implementation == "eager"
     check(model, eager, output_attentions=True)
     assert replays(model) >= 2
-
-
-def test_random_calls_compile_once_a_mode() -> None:
-    model, eager = pair("Llama")
-    rng = random.Random(0)
-    count = 60
-    for i in range(count):
-        lengths = [rng.randint(1, 9) for _ in range(rng.randint(1, 5))]
-        inputs: dict[str, Any] = padded(lengths, rng.choice(["left", "right"]), seed=i)
-        mask = inputs["attention_mask"]
-        if rng.random() < 0.3:
-            inputs["inputs_embeds"] = eager.model.embed_tokens(inputs.pop("input_ids")).detach()
-        mode = rng.choice([torch.no_grad, torch.inference_mode])
-        with mode():
-            got, want = (m(**inputs, use_cache=False).logits for m in (model, eager))
-        rows_equal(got, want, mask)
-    report = fgc.report(model)
-    assert report.compiles == 2  # ids, and embeddings
-    assert sum(report.replays.values()) == count
-    assert not report.fallbacks
 
 
 def test_warmup_explain_release_and_close_of_a_whole_model() -> None:
