@@ -41,23 +41,23 @@ class Double:
 
         double = self
 
-        def start(backend: Any, runner: Any, **kwargs: Any) -> None:
-            backend._graphs, backend._outputs, backend._cuda_graph_runner = {}, {}, runner
+        def start(self: Any, runner: Any, **kwargs: Any) -> None:
+            self._graphs, self._outputs, self._cuda_graph_runner = {}, {}, runner
 
         @contextlib.contextmanager
-        def capture_session(backend: Any, stream: Any) -> Iterator[None]:
+        def capture_session(self: Any, stream: Any) -> Iterator[None]:
             yield
 
-        def capture_one(backend: Any, shape_key: Any, forward_fn: Any, *args: Any, **kwargs: Any) -> None:
+        def capture_one(self: Any, shape_key: Any, forward_fn: Any, *args: Any, **kwargs: Any) -> None:
             for _ in range(3):
                 double._last.clear()
                 double.events.append(("body", int(shape_key.size)))
                 forward_fn()
-            backend._graphs[shape_key] = dict(double._last)
+            self._graphs[shape_key] = dict(double._last)
 
-        def replay(backend: Any, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
+        def replay(self: Any, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
             double.events.append(("replay", int(shape_key.size)))
-            return double.run(backend._graphs[shape_key], backend._cuda_graph_runner.layer_model, static_forward_batch)
+            return double.run(self._graphs[shape_key], self._cuda_graph_runner.layer_model, static_forward_batch)
 
         Full.__init__, Full.capture_session, Full.capture_one, Full.replay = start, capture_session, capture_one, replay
         runners.graph_capture = lambda *args, **kwargs: contextlib.nullcontext(SimpleNamespace(stream=None))

@@ -108,6 +108,15 @@ def main() -> None:
         with changed(model.plugin, "settings", type(settings)(on=True, compiler="eager", strict=True)):
             facts["unknown keyword, strict"] = outcome(model, log)
 
+    wrapped: list[int] = []
+    forward = RadixAttention.forward
+    with (
+        changed(TorchNativeAttnBackend, "__name__", "FlashInferAttnBackend"),
+        changed(RadixAttention, "forward", lambda *args, **kwargs: (wrapped.append(1), forward(*args, **kwargs))[1]),
+    ):
+        model.capture(buckets=BUCKETS, slots=SLOTS)
+        facts["called directly"] = {"wrapped": len(wrapped), "sites": len(model.report.sites)}
+
     both = second_attention(RadixAttention)
     firsts = [layer.self_attn.attn for layer in layers]
     for layer in layers:

@@ -50,6 +50,12 @@ def test_attention_modules_that_share_a_layer_number_are_told_apart(facts: dict[
     assert told["sites"] == 4 and told["compiles"] == 1 and told["served"] == [[True, True]] * 2
 
 
+def test_flashinfer_is_called_without_sglangs_wrapper_and_its_copy(facts: dict[str, Any]) -> None:
+    # Through the wrapper once, before the trace.
+    told = facts["called directly"]
+    assert told["wrapped"] == told["sites"] == 2
+
+
 def test_a_capture_after_failed_ones_is_whole(facts: dict[str, Any]) -> None:
     told = facts["as it was"]
     assert told["compiles"] == 1 and told["served"] == [[True, True]] * 2 and told["fallbacks"] == {}

@@ -53,10 +53,12 @@ class Sites:
         batch: SGLang's batch of the call that runs.
         context: finds the context in which older releases look a module up by its layer number, again; None = there is
             no such thing.
+        backend: finds the attention backend of the forward that runs.
     """
 
     forward: Callable[..., Any]
     context: Callable[[], Any] | None = None
+    backend: Callable[[], Any] | None = None
     modules: list[Any] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     batch: Any = None
@@ -88,11 +90,32 @@ class Sites:
             operands: q, k and v, then the tensors of ``call.names``.
         """
         q, k, v, *others = operands
+        module = self.modules[call.module]
+        if not others and self._may_be_direct(call, q, k):
+            k, v = (
+                k.view(-1, module.tp_k_head_num, module.qk_head_dim),
+                v.view(-1, module.tp_v_head_num, module.v_head_dim),
+            )
+            backend = self.backend()  # type: ignore[misc]
+            return backend.forward(q, k, v, module, self.batch, call.save_kv).reshape(-1, call.width)
         result = self.attend(
-            self.modules[call.module], q, k, v, self.batch, call.save_kv,
+            module, q, k, v, self.batch, call.save_kv,
             **dict(zip(call.names, others, strict=True)), **call.constants,
         )  # fmt: skip
         return result.reshape(-1, call.width)
+
+    def _may_be_direct(self, call: HostedCall, q: Tensor, k: Any) -> bool:
+        """Whether the attention backend may be called without SGLang's wrapper, which copies the backend's output into
+        a tensor of its own.  At a capture all rows are real, so there is nothing else that it does."""
+        if self.backend is None or k is None or call.constants:
+            return False
+        real = getattr(self.batch, "global_num_token_non_padded_cpu", None)
+        real = getattr(self.batch, "num_token_non_padded_cpu", None) if real is None else real
+        return (
+            type(self.backend()).__name__ == "FlashInferAttnBackend"
+            and real == q.shape[0]
+            and not getattr(self.batch, "mha_return_lse", False)
+        )
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The attention module's own forward."""

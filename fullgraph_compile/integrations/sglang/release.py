@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = "sglang.srt."
 ATTENTION = ROOT + "layers.radix_attention.RadixAttention"
+CURRENT_ATTENTION = ROOT + "model_executor.forward_context.get_attn_backend"
 RESOLVE = ROOT + "model_executor.runner_backend.utils.resolve_prefill_backend"
 CAPTURE = ROOT + "model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph"
 GRAPH_CAPTURE = ROOT + "model_executor.model_runner_components.cuda_graph_setup.GraphCapture"
@@ -24,6 +25,7 @@ STATE = ROOT + "managers.scheduler.Scheduler.get_internal_state"
 # Target: the arguments that the plugin counts on.
 _TARGETS: dict[str, tuple[str, ...]] = {
     f"{ATTENTION}.forward": ("self", "q", "k", "v", "forward_batch", "save_kv_cache"),
+    CURRENT_ATTENTION: (),
     RESOLVE: ("cuda_graph_runner",),
     CAPTURE: ("model_runner", "eager_runner"),
     GRAPH_CAPTURE: ("runner", "memory_phase", "memory_usage_gb", "capture_time"),

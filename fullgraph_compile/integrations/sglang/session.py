@@ -13,7 +13,7 @@ from torch import nn
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.sglang.attention import Sites, hooked_forward, replaced
 from fullgraph_compile.integrations.sglang.body import CompiledForward, NotCompiled, difference, without_empty_list
-from fullgraph_compile.integrations.sglang.release import ATTENTION, attention_context, find
+from fullgraph_compile.integrations.sglang.release import ATTENTION, CURRENT_ATTENTION, attention_context, find
 from fullgraph_compile.integrations.sglang.settings import Settings
 from fullgraph_compile.integrations.sglang.traceable import traceable
 from fullgraph_compile.report import Report, log
@@ -49,7 +49,7 @@ class CaptureSession:
     def active(self) -> Iterator[None]:
         """For the time of the capture: SGLang captures what ``body.forward`` computes then."""
         attention = find(ATTENTION)
-        self._sites = sites = Sites(attention.forward, attention_context())
+        self._sites = sites = Sites(attention.forward, attention_context(), find(CURRENT_ATTENTION))
         self._original = self.body.forward
         # SGLang reads the signature of the body's forward.
         forward = functools.wraps(self._original)(lambda *args, **kwargs: self._forward(*args, **kwargs))

@@ -11,8 +11,6 @@ import importlib.machinery
 import sys
 import types
 
-NAMES = ("torchvision", "vllm")
-
 
 class _Anything(type):
     def __getattr__(cls, name: str) -> str:
@@ -39,7 +37,8 @@ class _Module(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name.partition(".")[0] in NAMES:
+        # Of vllm the kernels alone: SGLang asks whether other parts are there.
+        if name.partition(".")[0] == "torchvision" or name in ("vllm", "vllm._custom_ops"):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
