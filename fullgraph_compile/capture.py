@@ -133,7 +133,10 @@ class CaptureSet:
         bucket.graph = recorder.record(self.run_of(bucket, args))
 
     def run_of(self, bucket: Bucket, args: Sequence[Any]) -> Callable[[], None]:
-        """One run of the body on a legal batch that fills the bucket."""
+        """One run of the body on a legal batch that fills the bucket, which is staged now.
+
+        The buckets share one block of metadata, so a run must come before another bucket is staged.
+        """
         lengths = capture_lengths(bucket.tokens, self.limits.context_length, self.limits.slots)
         assert lengths is not None, "the ladder holds legal buckets only"
         # With a cache nothing is written, and the keys are those of the reserved page, which belongs to no request.
@@ -142,6 +145,9 @@ class CaptureSet:
         self.program.plan(batch, self.buffers.stage(batch, bucket.tokens))
 
         def run() -> None:
+            if self.buffers.staged is not bucket.static:
+                # Kernels would follow the offsets of another bucket, out of this one's memory.
+                raise RuntimeError(f"another bucket was staged after bucket {bucket.tokens}, before its run")
             results = self.program.run(values, bucket.static)
             for buffer, result in zip(bucket.outputs, results, strict=True):
                 buffer.copy_(result)

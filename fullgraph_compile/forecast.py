@@ -40,19 +40,18 @@ def forecast(probes: CaptureSet, recorder: GraphRecorder, args: Sequence[Any], m
     """
     device = probes.device
     allocated = _allocated(device)
-    runs = {tokens: probes.run_of(bucket, args) for tokens, bucket in probes.buckets.items()}
-    for run in runs.values():
-        run()
+    for bucket in probes.buckets.values():
+        probes.run_of(bucket, args)()
     # Workspaces that are made at the first run and stay.
     retained = _allocated(device) - allocated
-    peaks = {tokens: peak_bytes(run, device) for tokens, run in runs.items()}
+    peaks = {tokens: peak_bytes(probes.run_of(bucket, args), device) for tokens, bucket in probes.buckets.items()}
     small, large = min(peaks), max(peaks)
     row = peaks[large] / large
     if small < large:
         row = max(0.0, (peaks[large] - peaks[small]) / (large - small))
     fixed = max(0.0, peaks[large] - row * large) + retained + metadata
     static_row, static = probes.static_bytes()
-    probes.buckets[small].graph = graph = recorder.record(runs[small])
+    probes.buckets[small].graph = graph = recorder.record(probes.run_of(probes.buckets[small], args))
     return Forecast(fixed + static, row + static_row, (graph.nodes or 0) * NODE_BYTES)
 
 

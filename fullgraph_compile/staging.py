@@ -169,6 +169,7 @@ class StaticBuffers:
         head, size = _block_words(layouts)
         with torch.inference_mode(False):
             self._block = torch.zeros(size, dtype=torch.int32, device=device)
+        self.staged: StaticBatch | None = None  # of the bucket that the shared block is laid out for
         self._ring = PinnedRing(device)
         self._ring.reserve(size)
         self._dirty = 0  # rows of the page table that hold what the last call staged
@@ -203,6 +204,7 @@ class StaticBuffers:
         self._ring.copy(words, block[: len(words)])
         # Rows past the slots of this bucket stay as a larger one left them.
         self._dirty = max(batch.requests, self._dirty) if self._dirty > layout.slots else batch.requests
+        self.staged = static
         return static
 
 

@@ -183,6 +183,20 @@ def test_the_forecast_is_near_what_the_tape_holds() -> None:
     assert forecast <= 1.3 * (peak + rows * 64 + nodes)
 
 
+def test_a_bucket_cannot_run_on_the_metadata_of_another() -> None:
+    body = compiled("compile", small(), buckets=[8, 16])
+    run(body, 5)
+    (runner,) = runners(body)
+    graphs, args = runner._sets[0], runner_args(body)
+    with torch.no_grad():
+        first = graphs.run_of(graphs.buckets[8], args)
+        first()
+        second = graphs.run_of(graphs.buckets[16], args)
+        with pytest.raises(RuntimeError, match="another bucket was staged after bucket 8, before its run"):
+            first()
+        second()
+
+
 def runner_args(body: Any) -> list[Any]:
     from fullgraph_compile.compiled_body import compiled_body
     from tests.models import tokens
