@@ -108,8 +108,10 @@ class BodyRunner:
             decision = self.decide(batch)
             graphs: CaptureSet | None = None
             if decision.route is Route.GRAPH:
-                graphs = self._set_for(batch.cache) or self.capture(args, batch.cache)
-                decision = self.decide(batch)
+                graphs = self._set_for(batch.cache)
+                if graphs is None:
+                    graphs = self.capture(args, batch.cache)
+                    decision = self.decide(batch)  # what failed is turned off
             self._follow_last_call()
             if decision.route is Route.GRAPH and graphs is not None:
                 return self._replay(graphs, args, batch, decision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class _Layout:
         """Row stride of the page table."""
         return -(-self.max_k // self.page_size) if self.page_size else 0
 
-    @property
+    @cached_property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Name and size of each vector before the page table, in int32 words."""
         s = self.slots
@@ -64,7 +65,7 @@ class _Layout:
             ("pad_cu_q", s + 2), ("pad_cu_k", s + 2),
         )  # fmt: skip
 
-    @property
+    @cached_property
     def head(self) -> int:
         """Words before the page table."""
         return sum(_aligned(n) for _, n in self.parts)
@@ -85,22 +86,25 @@ class _Layout:
 
     def pack(self, batch: PrefillBatch, rows: int) -> np.ndarray:
         """All metadata of a batch, tails included, and the first ``rows`` rows of the page table."""
-        s, r = self.slots, batch.requests
+        unused = self.slots - batch.requests
         new, keys = batch.new_tokens, batch.lengths
         total_q, total_k = batch.tokens, sum(keys)
-        zeros = [0] * (s - r)
-        cu_q = _offsets(new) + [total_q] * (s - r)
-        cu_k = _offsets(keys) + [total_k] * (s - r)
-        vectors: dict[str, Sequence[int]] = {
+        zeros = [0] * unused
+        cu_q = _offsets(new) + [total_q] * unused
+        cu_k = _offsets(keys) + [total_k] * unused
+        vectors = {
             "num_real_tokens": [total_q], "cu_q": cu_q, "cu_k": cu_k, "q_lens": [*new, *zeros],
             "k_lens": [*keys, *zeros], "pad_cu_q": [*cu_q, self.tokens], "pad_cu_k": [*cu_k, total_k],
         }  # fmt: skip
-        words = np.zeros(self.head + rows * self.columns, dtype=np.int32)
-        at = 0
+        # One list, as each that becomes an array costs as much as this one.
+        flat: list[int] = []
         for name, n in self.parts:
             if name in vectors:
-                words[at : at + n] = vectors[name]
-            at += _aligned(n)
+                flat += vectors[name]
+                flat += [0] * (_aligned(n) - n)
+        at = self.head
+        words = np.zeros(at + rows * self.columns, dtype=np.int32)
+        words[at - len(flat) : at] = flat
         if self.page_size:
             self._pack_pages(batch, words[: 2 * self.tokens].view(np.int64), words[at:].reshape(rows, self.columns))
         return words

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dis
+import types
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._C import _dynamo
 
-from fullgraph_compile.watching import Watch
+from fullgraph_compile.watching import Watch, attributes_of
 
 # Not described to type checkers in full.
 dynamo: Any = _dynamo.guards
@@ -18,14 +20,24 @@ dynamo: Any = _dynamo.guards
 # Guards that read nothing but the value, or the dict, that they are on.
 _OF_THE_VALUE = (
     dynamo.TYPE_MATCH, dynamo.ID_MATCH, dynamo.EQUALS_MATCH, dynamo.NONE_MATCH, dynamo.NOT_NONE, dynamo.TRUE_MATCH,
-    dynamo.FALSE_MATCH, dynamo.DICT_LENGTH, dynamo.DICT_CONTAINS,
+    dynamo.FALSE_MATCH, dynamo.DICT_LENGTH, dynamo.DICT_CONTAINS, dynamo.LENGTH_CHECK,
 )  # fmt: skip
 _DICTS = (dict, OrderedDict)
+# What may be on the way to something that is guarded.
+_WATCHED = (*_DICTS, list, tuple, property, types.FunctionType)
+_GETATTR = (dynamo.GetAttrGuardAccessor, dynamo.GenericGetAttrGuardAccessor)
+_GETITEM = (dynamo.DictGetItemGuardAccessor, dynamo.ListGetItemGuardAccessor, dynamo.TupleGetItemGuardAccessor)
 # In the place of a value: it is not known, or may change unseen.
 _UNKNOWN = object()
-# In the place of a key: a module's ``__dict__``, and its class.
-_ATTRIBUTES = object()
-_CLASS = object()
+# In the place of a key.
+_ATTRIBUTES, _CLASS, _BASES, _CODE = object(), object(), object(), object()
+_WAYS = {
+    dynamo.GetGenericDictGuardAccessor: _ATTRIBUTES,
+    dynamo.TypeDictGuardAccessor: _ATTRIBUTES,
+    dynamo.TypeGuardAccessor: _CLASS,
+    dynamo.TypeMROGuardAccessor: _BASES,
+    dynamo.CodeGuardAccessor: _CODE,
+}
 
 
 class StandingGuards:
@@ -33,8 +45,8 @@ class StandingGuards:
 
     Most of them walk through the module's tree of attribute dicts down to something that cannot change, such as a
     number or an empty dict of hooks.  As long as each dict on the way is as it was when all guards held, so do those:
-    the dicts are watched instead.  All other guards stay, and are asked each time: on globals, classes, functions,
-    lists, tensors, and objects that are no modules.
+    the dicts are watched instead, and so are lists and configs in them.  All other guards stay, and are asked each
+    time: on globals, classes, functions, tensors, and objects with attributes of another making.
 
     Args:
         root: all guards of the trace, which hold now.
@@ -57,7 +69,9 @@ class StandingGuards:
         self._of_classes: set[Any] = set()
         self._kept: set[str] = {root.get_source()}
         for child in root.get_child_managers():
-            self._keep(child, module if child.get_source() == "L['module']" else _UNKNOWN, -1, None)
+            # The arguments are those of the traced call, each time.
+            if child.get_source() != "L['kwargs']":
+                self._keep(child, module if child.get_source() == "L['module']" else _UNKNOWN, -1, None)
         self._of_classes.clear()
         kept = self._kept
         self.rest = root.clone_manager(lambda node: node.get_source() in kept)
@@ -77,7 +91,7 @@ class StandingGuards:
             if parent < 0:
                 value: Any = module
             else:
-                value = vars(found[parent]) if key is _ATTRIBUTES else found[parent].get(key)
+                value = _read(found[parent], key)
             if type(value) is not kind:
                 raise ValueError(f"a {type(value).__name__} is where a {kind.__name__} was")
             found.append(value)
@@ -85,8 +99,21 @@ class StandingGuards:
         self._watch(more)
 
     def _watch(self, more: list[dict[str, Any]]) -> None:
-        modules = [v for v in self._found if isinstance(v, nn.Module)]
-        self.watch = Watch([*more, *(v for v in self._found if isinstance(v, dict))], modules)
+        found = {id(v): v for v in self._found}.values()
+        objects = [v for v in found if _plain(v)]
+        # Of an object that is no module, more is set than the guards read, so it is compared.
+        compared = [vars(v) for v in objects if not isinstance(v, nn.Module)]
+        compared += [v for v in found if type(v) is list]
+        looked_through = set(map(id, compared))
+        classes = [v for v in found if isinstance(v, type)]
+        classes += [cls for v in objects if _all_known(v) for cls in type(v).__mro__]
+        self.watch = Watch(
+            [*more, *(v for v in found if type(v) in _DICTS and id(v) not in looked_through)],
+            objects,
+            compared,
+            [v for v in found if isinstance(v, types.FunctionType)],
+            list(dict.fromkeys(classes)),
+        )
 
     # -- splitting -----------------------------------------------------------------------------------------------
 
@@ -104,14 +131,15 @@ class StandingGuards:
         if type(value) is not node.get_type_of_guarded_value():
             value = _UNKNOWN
         at = len(self._found)
-        if type(value) in _DICTS or isinstance(value, nn.Module):
+        if type(value) in _WATCHED or isinstance(value, type) or _plain(value):
             self._ways.append((parent, key, type(value)))
             self._found.append(value)
-        elif isinstance(value, Tensor) or not node.is_guarded_value_immutable():
+        elif isinstance(value, Tensor) or not (node.is_guarded_value_immutable() or type(value) is types.CodeType):
             value = _UNKNOWN
-        kept = value is _UNKNOWN or not all(isinstance(guard, _OF_THE_VALUE) for guard in node.get_leaf_guards())
+        known = (*_OF_THE_VALUE, dynamo.NO_HASATTR) if _all_known(value) else _OF_THE_VALUE
+        kept = value is _UNKNOWN or not all(isinstance(guard, known) for guard in node.get_leaf_guards())
         for below, way, child in _below(node, value):
-            if way is _CLASS:
+            if way is _CLASS and isinstance(value, nn.Module):
                 # What is asked of a class need not be asked again at each module of that class.
                 question = type(value), _described(child, child.get_source())
                 if question in self._of_classes:
@@ -136,20 +164,95 @@ def _below(node: Any, value: Any) -> Iterator[tuple[Any, Any, Any]]:
                 yield known[1], known[0], item
         return
     for accessor, child in zip(node.get_accessors(), node.get_child_managers(), strict=True):
-        if isinstance(accessor, dynamo.GetGenericDictGuardAccessor) and isinstance(value, nn.Module):
-            yield vars(value), _ATTRIBUTES, child
-        elif isinstance(accessor, dynamo.TypeGuardAccessor) and isinstance(value, nn.Module):
-            yield _UNKNOWN, _CLASS, child
-        elif isinstance(accessor, dynamo.DictGetItemGuardAccessor) and type(value) in _DICTS:
-            key = _key_of(accessor)
-            yield _UNKNOWN if key is _UNKNOWN else value.get(key, _UNKNOWN), key, child
-        else:
-            yield _UNKNOWN, None, child
+        key = _key(accessor, value)
+        below = _UNKNOWN if value is _UNKNOWN else _read(value, key)
+        if below is not _UNKNOWN and isinstance(accessor, _GETATTR) and getattr(value, key, _UNKNOWN) is not below:
+            below = _UNKNOWN
+        yield below, key, child
+
+
+def _key(accessor: Any, value: Any) -> Any:
+    """By which key ``_read`` gives what an accessor leads to."""
+    for kind, key in _WAYS.items():
+        if isinstance(accessor, kind):
+            return key
+    inner = accessor.repr().partition("(")[2].rpartition(")")[0]
+    if isinstance(accessor, _GETATTR):
+        # Methods of a module are not its attributes.
+        return _UNKNOWN if isinstance(value, nn.Module) else inner
+    try:
+        return ast.literal_eval(inner) if isinstance(accessor, _GETITEM) else _UNKNOWN
+    except (SyntaxError, ValueError):
+        return _UNKNOWN
+
+
+def _read(value: Any, key: Any) -> Any:
+    """What a key leads to, if nothing but what is watched is read for it."""
+    if key is _CLASS:
+        return type(value) if _plain(value) else _UNKNOWN
+    if key is _ATTRIBUTES:
+        return vars(value) if _plain(value) else attributes_of(value) if isinstance(value, type) else _UNKNOWN
+    if key is _BASES:
+        return value.__mro__ if isinstance(value, type) else _UNKNOWN
+    if key is _CODE:
+        return value.__code__ if type(value) is types.FunctionType else _UNKNOWN
+    if type(value) in (list, tuple):
+        return value[key] if isinstance(key, int) and -len(value) <= key < len(value) else _UNKNOWN
+    if type(value) is property:
+        return value.fget if key == "fget" else _UNKNOWN
+    if isinstance(value, type):
+        value = attributes_of(value)
+    elif _plain(value):
+        if key == "__dict__":
+            return vars(value)
+        key = _renamed(value, key)
+        if isinstance(key, str) and key not in vars(value) and _all_known(value):
+            return _of_class(type(value), key)
+        value = vars(value)
+    return value.get(key, _UNKNOWN) if type(value) in _DICTS and isinstance(key, (str, int)) else _UNKNOWN
+
+
+def _of_class(cls: type, name: str) -> Any:
+    """A class's attribute, if it is the same for each object that reads it."""
+    found = next((attributes_of(c)[name] for c in cls.__mro__ if name in c.__dict__), _UNKNOWN)
+    return _UNKNOWN if hasattr(type(found), "__get__") else found
+
+
+def _renamed(value: Any, name: Any) -> Any:
+    """The attribute that a property which is ``return self.attribute``, and nothing else, stands for."""
+    found = getattr(type(value), name, None) if isinstance(name, str) else None
+    if not isinstance(found, property) or not isinstance(found.fget, types.FunctionType):
+        return name
+    steps = [step for step in dis.get_instructions(found.fget) if step.opname not in ("RESUME", "CACHE")]
+    simple = [step.opname for step in steps] == ["LOAD_FAST", "LOAD_ATTR", "RETURN_VALUE"]
+    return steps[1].argval if simple else _UNKNOWN
+
+
+def _all_known(value: Any) -> bool:
+    """Whether what attributes an object lacks, too, is told by its ``__dict__`` and its classes."""
+    return _plain(value) and not isinstance(value, nn.Module) and not hasattr(type(value), "__getattr__")
+
+
+def _plain(value: Any) -> bool:
+    """Whether reading an attribute that an object has itself reads nothing but its ``__dict__`` and its class."""
+    if isinstance(value, nn.Module):
+        return True
+    kind = type(value)
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or kind.__dictoffset__ == 0:
+        return False
+    reads = kind.__getattribute__  # a method of the class, or of one of its bases
+    # That of a config translates names by a table of its class.
+    return reads is object.__getattribute__ or str(getattr(reads, "__module__", "")).startswith("transformers.")
+
+
+def _inner(accessor: Any) -> str:
+    """``name`` of an accessor that shows itself as ``Kind(name)``."""
+    return accessor.repr().partition("(")[2].rpartition(")")[0]
 
 
 def _key_of(accessor: Any) -> Any:
     try:
-        return ast.literal_eval(accessor.repr().partition("(")[2].rpartition(")")[0])
+        return ast.literal_eval(_inner(accessor))
     except (SyntaxError, ValueError):
         return _UNKNOWN
 

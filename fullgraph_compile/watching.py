@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -28,16 +30,31 @@ class Watch:
     Args:
         dicts: plain or ordered dicts.
         objects: any that have a ``__dict__``.
+        compared: dicts and lists that are looked through at each asking, so that a change that was undone is none.
+        functions: other code in one of these is seen.
+        classes: an attribute of one of these that was added, removed or replaced is seen, and other bases.
 
     Raises:
         ValueError: an object keeps its ``__dict__`` elsewhere than others do.
     """
 
-    def __init__(self, dicts: Iterable[dict[str, Any]], objects: Iterable[Any] = ()) -> None:
-        objects = list(objects)
+    def __init__(
+        self,
+        dicts: Iterable[dict[str, Any]],
+        objects: Iterable[Any] = (),
+        compared: Iterable[dict[str, Any] | list[Any]] = (),
+        functions: Iterable[Any] = (),
+        classes: Iterable[type] = (),
+    ) -> None:
+        objects, functions, classes = list(objects), list(functions), list(classes)
+        # Each with what it has now.
+        self._code = functions, list(map(_code_of, functions))
+        self._bases = classes, list(map(_bases_of, classes))
+        self._compared = [(c, list(c), list(c.values()) if isinstance(c, dict) else list(c)) for c in compared]
         own = [vars(o) for o in objects]
-        self._alive = [*objects, *own, *dicts]
-        words = {id(d) + _VERSION for d in self._alive[len(objects) :]}
+        self._alive = [*objects, *own, *dicts, *map(attributes_of, classes)]
+        looked_through = {id(c) for c, _, _ in self._compared}
+        words = {id(d) + _VERSION for d in self._alive[len(objects) :] if id(d) not in looked_through}
         for obj, attributes in zip(objects, own, strict=True):
             at = id(obj) + (_MANAGED_DICT if type(obj).__dictoffset__ < 0 else type(obj).__dictoffset__)
             if _word(at) != id(attributes) or _word(id(obj) + _TYPE) != id(type(obj)):
@@ -54,7 +71,28 @@ class Watch:
 
     def same(self) -> bool:
         """Whether nothing has changed."""
+        for read, (owners, then) in ((_code_of, self._code), (_bases_of, self._bases)):
+            if not all(map(operator.is_, map(read, owners), then)):
+                return False
+        for now, keys, values in self._compared:
+            items = now.values() if isinstance(now, dict) else now
+            if len(now) != len(keys) or not all(map(operator.is_, items, values)):
+                return False
+            if isinstance(now, dict) and not all(map(operator.is_, now, keys)):
+                return False
         return bool((self._memory.take(self._places) == self._then).all())
+
+
+_code_of = operator.attrgetter("__code__")
+_bases_of = operator.attrgetter("__mro__")
+
+
+def attributes_of(cls: type) -> dict[str, Any]:
+    """The dict that ``cls.__dict__`` is a view of."""
+    (attributes,) = gc.get_referents(cls.__dict__)
+    if type(attributes) is not dict:
+        raise ValueError(f"{cls.__name__} keeps its attributes in a {type(attributes).__name__}")
+    return attributes
 
 
 def _word(address: int) -> int:
@@ -99,6 +137,10 @@ def _works() -> bool:
             change(*args)
             if watch.same():
                 return False
+        watch = Watch([], classes=[kind := type("Kind", (_Sample,), {"number": 1})])
+        setattr(kind, "number", 2)  # noqa: B010
+        if watch.same():
+            return False
     except ValueError:
         return False
     return True
