@@ -73,7 +73,7 @@ def module_path(node: Node) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0]
-    path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"^L\['\w+'\]", "", path))
+    path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"^L\['\w+'\](\[\d+\])?", "", path))
     path = re.sub(r"\._modules\b", "", path)
     return path.strip(".").removeprefix("__self__.").removeprefix("self.")
 

@@ -277,12 +277,20 @@ def trailing(call: Call) -> State:
     return state if not isinstance(state, Rows) else Rows(state.axis, state.inner, state.order)
 
 
+def turned(call: Call) -> State:
+    """``x.T`` and ``x.mT``, which newer releases of torch trace as ops."""
+    return _turned(call, whole=call.name == "numpy_T")
+
+
+def _turned(call: Call, *, whole: bool) -> State:
+    n = call.ndim(call.first)
+    return moved(call, list(reversed(range(n))) if whole else [*range(n - 2), n - 1, n - 2])
+
+
 def attribute(call: Call) -> State:
     name = call.args[1]
-    if name == "T":
-        return moved(call, list(reversed(range(call.ndim(call.first)))))
-    if name == "mT":
-        return moved(call, [*range(call.ndim() - 2), call.ndim() - 1, call.ndim() - 2])
+    if name in ("T", "mT"):
+        return _turned(call, whole=name == "T")
     if name in ("shape", "device", "dtype", "ndim", "is_cuda", "layout"):
         return SIZE
     if name in ("real", "imag"):

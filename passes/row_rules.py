@@ -162,6 +162,8 @@ TABLE: dict[str, Op] = {
     "transpose": Op(other.transpose, view=True),
     "swapaxes": Op(other.transpose, view=True),
     "t": Op(other.transpose, view=True),
+    "numpy_T": Op(other.turned, view=True),
+    "mT": Op(other.turned, view=True),
     "permute": Op(other.permute, view=True),
     "movedim": Op(other.movedim, view=True),
     "expand": Op(other.expand, sizes=True, view=True),

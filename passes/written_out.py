@@ -1,7 +1,8 @@
 """Read attention that a model writes out: a product of queries and keys, a softmax, a product with the values.
 
-Between the first product and the softmax, scores may be scaled by constants, cast, viewed, masked and biased.  What is
-added to them or chosen by is recognised by what it computes; anything else leaves the attention as it is, for a reason.
+Between the first product and the softmax, scores may be scaled by constants, capped, cast, viewed, masked and biased.
+What is added to them or chosen by is recognised by what it computes; anything else leaves the attention as it is, for a
+reason.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class _Scores:
         factor: what the product is multiplied with in all.
         added: what is added to them, the node that reads it, and what it is multiplied with afterwards.
         hidden: masks that choose between scores and a constant, their readers, and whether True hides.
+        softcap: what a tanh of them is multiplied with; 0.0 = there is none.
     """
 
     product: Node
     factor: float = 1.0
     added: list[tuple[Node, Node, float]] = field(default_factory=list)
     hidden: list[tuple[Node, Node, bool]] = field(default_factory=list)
+    softcap: float = 0.0
 
 
 def is_attention(softmax: Node, token: Any) -> bool:
@@ -78,6 +81,7 @@ def read_written_out(
     if not all(isinstance(n, Node) and isinstance(value_of(n), Tensor) for n in (q, keys, v)):
         raise NotUnderstood("queries, keys and values are not three tensors")
     if bias is not None:
+        _check_uncapped(scores.product, scores)
         scores.added.append((bias, scores.product, scores.factor * beta))
 
     shapes = [_of_one_row(n) for n in (q, keys, v)]
@@ -110,7 +114,7 @@ def read_written_out(
     dtype = value_of(v).dtype
     site = AttentionSite(
         index, softmax.name, module_path(softmax), scale=scores.factor * alpha, left=mask.left, right=mask.right,
-        slopes=slopes is not None, dtype=dtype, **facts,
+        softcap=scores.softcap, slopes=slopes is not None, dtype=dtype, **facts,
     )  # fmt: skip
     k = _transposed(keys)
     call = SdpaCall(
@@ -162,6 +166,12 @@ def _step(node: Node, scores: _Scores, token: Any) -> Any:
     if name in ("truediv", "div") and isinstance(second, (int, float)) and not node.kwargs:
         scores.factor /= second
         return first
+    if name == "tanh" and not scores.softcap and scores.factor > 0:
+        # What it is multiplied with is the cap; the product before it is divided by that.
+        scores.softcap = scores.factor
+        return first
+    if name in ("add", "masked_fill", "where"):
+        _check_uncapped(node, scores)
     if name == "add" and isinstance(first, Node) and isinstance(second, Node) and not node.kwargs:
         if _product_before(second, token):
             first, second = second, first
@@ -183,6 +193,11 @@ def _step(node: Node, scores: _Scores, token: Any) -> Any:
     if floors and _constant(second) <= -1e30:
         return first
     raise NotUnderstood(f"{name} is done to the scores")
+
+
+def _check_uncapped(node: Node, scores: _Scores) -> None:
+    if scores.softcap:
+        raise NotUnderstood(f"{op_name(node)} is done to the scores before their soft cap")
 
 
 def _check_hidden(constant: Any, scores: _Scores) -> None:

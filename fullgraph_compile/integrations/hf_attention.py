@@ -20,7 +20,7 @@ ATTENTION = "full_prefill"
 _NO_EFFECT = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
      "output_router_logits", "logits_to_keep", "labels", "num_items_in_batch", "is_causal", "head_mask",
-     "past_key_values", "layer_idx", "deterministic", "position_embeddings"}
+     "cache", "past_key_values", "layer_idx", "deterministic", "position_embeddings"}
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,14 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.packing import Packing
 from fullgraph_compile.integrations.plain import NotServed
+
+# What transformers calls the cache, in calls and in outputs: the first from 5.24 on.
+NAMES = ("cache", "past_key_values")
+
+
+def name_in(names: Iterable[str]) -> str:
+    """The one of ``NAMES`` that the parameters of a forward have."""
+    return next((name for name in NAMES if name in names), NAMES[-1])
 
 
 class KeyValues(Cache):
@@ -36,12 +45,14 @@ class KeyValues(Cache):
 def keeping_keys(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that is given ``use_cache=True`` returns its outputs without the cache, keys, and values."""
 
+    name = name_in(inspect.signature(forward).parameters)
+
     def traced(module: nn.Module, **kwargs: Any) -> Any:
         if not kwargs.get("use_cache"):
             return forward(module, **kwargs)
         cache = KeyValues()
-        outputs = forward(module, past_key_values=cache, **kwargs)
-        return {k: v for k, v in outputs.items() if k != "past_key_values"}, cache.keys, cache.values
+        outputs = forward(module, **{name: cache}, **kwargs)
+        return {k: v for k, v in outputs.items() if k not in NAMES}, cache.keys, cache.values
 
     return traced
 
@@ -56,12 +67,12 @@ def fresh_cache(given: Any, module: nn.Module) -> DynamicCache:
         config: Any = module.config
         return DynamicCache(config=config)
     if type(given) is not DynamicCache or given.offloading:
-        raise NotServed(Reason.ARGUMENTS, f"past_key_values is a {type(given).__name__}; only a DynamicCache is filled")
+        raise NotServed(Reason.ARGUMENTS, f"the cache is a {type(given).__name__}; only a DynamicCache is filled")
     if given.get_seq_length():
-        raise NotServed(Reason.ARGUMENTS, f"past_key_values holds {given.get_seq_length()} tokens")
+        raise NotServed(Reason.ARGUMENTS, f"the cache holds {given.get_seq_length()} tokens")
     kinds = {type(layer) for layer in given.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     if kinds:
-        raise NotServed(Reason.ARGUMENTS, f"past_key_values has a {min(k.__name__ for k in kinds)}")
+        raise NotServed(Reason.ARGUMENTS, f"the cache has a {min(k.__name__ for k in kinds)}")
     return given
 
 

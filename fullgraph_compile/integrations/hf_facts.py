@@ -60,7 +60,7 @@ def learn(module: nn.Module, forward: Callable[..., Any], names: list[str], lead
             ):
                 positions = rule
                 break
-    cache = out.get("past_key_values") if isinstance(out, dict) else None
+    cache = next((out[name] for name in ("cache", "past_key_values") if isinstance(out, dict) and name in out), None)
     made = None if cache is None else type(cache)
     return Facts(type(out), positions, _restarts(forward, names, lead, tokens), made, _pooler(module, out))
 

@@ -75,10 +75,13 @@ def bind(front: TransformersModule, given: dict[str, Any], active: PrefillBatch 
 
 def _cache(front: TransformersModule, call: dict[str, Any]) -> Any:
     """The empty cache that the call fills, or None; in the call, ``use_cache`` then says so."""
-    given, wanted = call.pop("past_key_values", None), call.pop("use_cache", None)
+    several = [call.pop(name) for name in hf_cache.NAMES if name in call]
+    if len(several) > 1:
+        raise NotServed(Reason.ARGUMENTS, f"both {' and '.join(hf_cache.NAMES)} are given")
+    given, wanted = (several or [None])[0], call.pop("use_cache", None)
     if "use_cache" not in front.names:
         if given is not None:
-            raise NotServed(Reason.ARGUMENTS, "past_key_values is given")
+            raise NotServed(Reason.ARGUMENTS, "a cache is given")
         return None
     wanted = getattr(front.module.config, "use_cache", False) if wanted is None else wanted
     call["use_cache"] = False
@@ -260,7 +263,7 @@ class Back:
             fields["pooler_output"] = self._facts.pooler(self.front.module, fields["last_hidden_state"])
         if self.cache is not None:
             hf_cache.fill(self.cache, keys, values, self.packing)
-            fields["past_key_values"] = self.cache
+            fields[hf_cache.name_in(self.front.names)] = self.cache
         output = self._facts.output(**fields)
         return output.to_tuple() if self.dicts is False else output
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fullgraph_compile.attention import UnsupportedAttention, create_attention, varlen
+from fullgraph_compile.attention.triton import TritonAttention
 from fullgraph_compile.attention.varlen import VarlenAttention
 from fullgraph_compile.ops import AttentionSite
 from tests.attention.cases import SITE, inputs_for, static_batch
@@ -60,8 +61,12 @@ def test_all_reasons_are_given_at_once(hopper: None) -> None:
         replace(HALF, left=2, right=1),
     ],
 )
-def test_what_it_can_do_has_no_reason_against_it(site: AttentionSite, hopper: None) -> None:
+def test_what_it_can_do_has_no_reason_against_it(
+    site: AttentionSite, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert VarlenAttention().supports(site, CUDA) == []
+    # What "auto" takes before it, where Triton is installed.
+    monkeypatch.setattr(TritonAttention, "supports", lambda *args: ["not here"])
     assert isinstance(create_attention("auto", [site], CUDA), VarlenAttention)
 
 

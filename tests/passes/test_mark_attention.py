@@ -97,7 +97,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str], int, str]] = {
                 "positions"),
     # The stock sdpa attention of transformers leaves the soft cap out, so the site has none.
     "gemma2": (lambda: hf.Gemma2Model(hf.Gemma2Config(
-        **GROUPED, head_dim=8, sliding_window=4, query_pre_attn_scalar=8)),
+        **GROUPED, head_dim=8, sliding_window=4, query_pre_attn_scalar=8, attn_implementation="sdpa")),
                ["causal window of 4", "causal"], 2, "positions"),
     "phi3": (lambda: hf.Phi3Model(hf.Phi3Config(**SHORT, sliding_window=262144)), ["causal window of 262144"], 2,
              "positions"),

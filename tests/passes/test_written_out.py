@@ -26,10 +26,11 @@ def dense(
 ) -> Tensor:  # fmt: skip
     """The op's definition for one request."""
     assert sinks is None
-    assert not softcap
     keys, values = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     distance = torch.arange(len(q)) - torch.arange(len(q))[:, None]
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
         scores = scores + slopes.double()[:, None, None] * distance
     hidden = ((distance < -left) & (left >= 0)) | ((distance > right) & (right >= 0))
@@ -112,6 +113,8 @@ WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str, float, list[float] | None
     "zeros as a bias": (lambda x: torch.baddbmm(torch.zeros(HEADS, x.shape[2], x.shape[2]), x[0], x[0].mT,
                                                 alpha=0.5).softmax(-1) @ x[0], "two-sided", 0.5, None),
     "one key head": (lambda x: ((x @ x[:, :1].transpose(2, 3)) + bias(x)).softmax(-1) @ x[:, 1:2], "causal", 1.0, None),
+    "capped": (lambda x: ((scores(x) * 0.5 / 3.0).tanh() * 3.0 + bias(x)).softmax(-1) @ x, "causal", 0.5, None),
+    "a cap of one": (lambda x: torch.tanh(scores(x)).softmax(-1) @ x, "two-sided", 1.0, None),
     "bloom": (bloom, "causal", 0.25, [0.5, 0.25, 0.125, 0.0625]),
     "mpt": (mpt, "causal", 0.3, [0.5, 0.25, 0.125, 0.0625]),
     "falcon": (falcon, "causal", 0.25, [0.125, 0.0625, 0.03125, 0.015625]),
@@ -157,7 +160,12 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a bias that differs by query": (
         lambda x: (scores(x) + torch.arange(x.shape[2])[:, None] * torch.arange(x.shape[2]) * 0.1).softmax(-1) @ x,
         "no slope times a distance"),
-    "a cap": (lambda x: torch.tanh(scores(x)).softmax(-1) @ x, "tanh is done"),
+    "two caps": (lambda x: torch.tanh(torch.tanh(scores(x))).softmax(-1) @ x, "tanh is done"),
+    "masked under its cap": (
+        lambda x: (torch.tanh((scores(x) + bias(x)) / 3) * 3).softmax(-1) @ x, "before their soft"),
+    "a bias under its cap": (
+        lambda x: (torch.baddbmm(torch.ones(HEADS, x.shape[2], x.shape[2]), x[0], x[0].mT).tanh() * 3).softmax(-1)
+        @ x[0], "before their soft"),
     "a scale by token": (lambda x: (scores(x) * x[..., :1]).softmax(-1) @ x, "mul is done"),
     "a clamp from above": (lambda x: scores(x).clamp(-1e31, 5.0).softmax(-1) @ x, "clamp is done"),
     "hidden but a little": (lambda x: scores(x).masked_fill(bias(x) < 0, -100.0).softmax(-1) @ x, "very negative"),
