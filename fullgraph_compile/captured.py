@@ -71,6 +71,7 @@ class CapturedGraph:
         detail: what blocks the graph, for the report.
         serves: whether the trace is for a token count, by the guards that tracing put on it.
         serves_one: whether it may be for a single token too, which no branch of the model leaves out.
+        tail_mixes: ops of the tail that are not row by row, in words; it runs on the rows of all requests at once.
     """
 
     def __init__(
@@ -84,10 +85,12 @@ class CapturedGraph:
         detail: str = "",
         serves: Callable[[int], bool] = lambda tokens: True,
         serves_one: bool = False,
+        tail_mixes: str = "",
         strict: bool = False,
     ) -> None:
         self.serves = serves
         self.serves_one = serves_one
+        self.tail_mixes = tail_mixes
         # What runs where the weights are not of the traced form any more; None raises WeightsChanged instead.
         self.as_traced: PlainGraph | None = None
         self.runner = runner

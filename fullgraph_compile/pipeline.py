@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fullgraph_compile.assembly import (
     WRITES,
@@ -26,6 +25,7 @@ from fullgraph_compile.assembly import (
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.capture import Inputs
 from fullgraph_compile.captured import CapturedGraph, StaticGraph
+from fullgraph_compile.counts import buckets_of, guards
 from fullgraph_compile.dispatch import Decision, Limits, Reason, decide
 from fullgraph_compile.fitting import Fitting
 from fullgraph_compile.fixed_size import build_static
@@ -127,8 +127,8 @@ def _build_symbolic(
         compiled = compile_pieces(pieces, options, report)
         program = FusedProgram(pieces, compiled, marked.sites, attention, fusion.stacks, fused)
     context = options.context_length or options.max_tokens
-    serves, traced, layouts = _guards(gm, token)
-    ladder, why = _buckets(options, context, serves, traced)
+    serves, traced, layouts = guards(gm, token)
+    ladder, why = buckets_of(options, context, serves, traced)
     if why:
         log.warning("%s: %s; %s", report.name, why, f"buckets left: {list(ladder)}" if ladder else "no bucket is left")
         if blocked is None and not ladder:
@@ -167,6 +167,7 @@ def _build_symbolic(
         detail=detail,
         serves=serves,
         serves_one=layouts,
+        tail_mixes="" if blocked else some_of(proof.refusals),
         strict=options.strict,
     )
 
@@ -256,54 +257,3 @@ def _token_input(gm: GraphModule, token: sympy.Symbol) -> tuple[int, int]:
                 if expression(size) == token:
                     return i, dim
     raise Refused(Reason.ARGUMENTS, f"no input has a dim of exactly {token}")
-
-
-def _buckets(
-    options: Options, context: int, serves: Callable[[int], bool], traced: int | None
-) -> tuple[tuple[int, ...], str]:
-    """The buckets that a trace for the counts that it ``serves`` can have, and why others of the ladder are dropped.
-
-    Args:
-        traced: the count that it was traced with; None = it serves every count.
-    """
-    legal = legal_buckets(options.ladder, context, options.slots)
-    ladder = tuple(b for b in legal if serves(b))
-    dropped = sorted(set(options.ladder) - set(legal))
-    if dropped:
-        return ladder, (
-            f"no legal batch fills bucket {', '.join(map(str, dropped))} (context_length {context}, request_slots "
-            f"{options.slots})"
-        )
-    if ladder or traced is None:
-        return ladder, ""
-    # The trace is for few counts, none of them a bucket, such as a branch of the model for one token alone.
-    exact = legal_buckets((traced,), context, options.slots) if traced <= legal[-1] else ()
-    return exact, "" if exact else f"the trace serves none of the buckets {', '.join(map(str, legal))}"
-
-
-def _guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool], int | None, bool]:
-    """What Dynamo's guards on a backed token count say.
-
-    Returns:
-        Whether they hold for a count: for another the model may take another branch; the count that it was traced
-        with, None if it was not backed; and whether torch's ops alone leave out a single token, for its strides.
-    """
-    sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
-    env = sizes[0].node.shape_env if sizes else None
-    if env is None or free_unbacked_symbols(sizes[0]):
-        return (lambda tokens: True), None, False
-    known: dict[int, bool] = {}
-    conditions = [(g.expr, str(getattr(g, "sloc", ""))) for g in env.guards if g.expr.free_symbols == {token}]
-
-    def serves(tokens: int) -> bool:
-        if tokens not in known:
-            bounds = env.var_to_range.get(token)
-            # The lower bound of 2 is that of a size that was told nothing of 0 and 1; it is no branch.
-            inside = bounds is None or (bounds.lower <= max(tokens, 2) and tokens <= bounds.upper)
-            known[tokens] = bool(inside) and all(c.subs(token, tokens) != sympy.false for c, _ in conditions)
-        return known[tokens]
-
-    hint = sizes[0].node.hint
-    broken = [where for c, where in conditions if c.subs(token, 1) == sympy.false]
-    layouts = bool(broken) and serves(2) and all("in run_node" in where for where in broken)
-    return serves, int(hint) if hint is not None else None, layouts

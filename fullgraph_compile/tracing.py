@@ -224,6 +224,8 @@ def _not_captured(graph: Any) -> NotServed | None:
     """Why a traced graph replays nothing, if it is for what it computes."""
     if isinstance(graph, CapturedGraph):
         blocked = graph.runner.limits.blocked
+        if graph.tail_mixes:
+            return NotServed(Reason.UNPROVEN, graph.tail_mixes)
         return NotServed(blocked, graph.detail) if blocked is Reason.UNPROVEN else None
     return NotServed(graph.reason, graph.detail) if isinstance(graph, PlainGraph) else None
 

@@ -139,16 +139,17 @@ class _Masks:
         self.token = token
         self.known: dict[tuple[Any, ...], tuple[Any, Part] | str] = {}
 
-    def kind(self, mask: Node, reader: Node, hides: bool = False) -> MaskKind:
+    def kind(self, mask: Node, reader: Node, hides: bool = False, factor: float = 1.0) -> MaskKind:
         """What the mask computes at the time that ``reader`` reads it."""
-        return self._known(mask, reader, hides, lambda part: recognise_mask(mask, part, self.token, hides))
+        how = (hides, factor)
+        return self._known(mask, reader, how, lambda part: recognise_mask(mask, part, self.token, hides, factor))
 
     def slopes(self, bias: Node, reader: Node, heads: int) -> tuple[float, ...]:
         """The ALiBi slopes that the bias adds."""
         return self._known(bias, reader, heads, lambda part: recognise_slopes(bias, part, self.token, heads))
 
-    def _known(self, node: Node, reader: Node, how: int, recognise: Callable[[Part], Any]) -> Any:
-        key = node, type(how), how
+    def _known(self, node: Node, reader: Node, how: Any, recognise: Callable[[Part], Any]) -> Any:
+        key = node, how
         if key not in self.known:
             try:
                 part = part_of(node, reader)

@@ -49,9 +49,9 @@ class MaskKind:
     positions: str | None
 
 
-def recognise_mask(mask: Node, part: Part, token: Any, hides: bool = False) -> MaskKind:
+def recognise_mask(mask: Node, part: Part, token: Any, hides: bool = False, factor: float = 1.0) -> MaskKind:
     """What ``mask`` computes: ``[..., T, T]`` or broadcast to it, bool (True = seen, or hidden if it ``hides``) or
-    float (added to the scores).
+    float (added to the scores, and then multiplied by ``factor``).
 
     Runs on the CPU whatever device the graph names, deterministically, and without a trace in the caller's modes or
     random state.
@@ -69,7 +69,7 @@ def recognise_mask(mask: Node, part: Part, token: Any, hides: bool = False) -> M
         raise NotUnderstood(f"its last two sizes {tuple(value.shape[-2:])} are not the token count")
     with on_cpu():
         try:
-            return _Recognition(mask, part, token, hides).kind()
+            return _Recognition(mask, part, token, hides, factor).kind()
         except NotUnderstood:
             raise
         except Exception as error:
@@ -89,8 +89,8 @@ class _Case:
 
 
 class _Recognition:
-    def __init__(self, mask: Node, part: Part, token: Any, hides: bool) -> None:
-        self.mask, self.part, self.token, self.hides = mask, part, token, hides
+    def __init__(self, mask: Node, part: Part, token: Any, hides: bool, factor: float) -> None:
+        self.mask, self.part, self.token, self.hides, self.factor = mask, part, token, hides, factor
         self.random = torch.Generator().manual_seed(0)
         # A graph of one fixed size can be run at that size only.
         self.fixed = int(token) if getattr(token, "is_Integer", False) else None
@@ -244,6 +244,7 @@ class _Recognition:
         probe = Probe(self.part, self.token, case.tokens, dict(case.inputs))
         value = probe.run_rows(self.mask, case.rows) if case.sampled else probe.run(self.mask)
         if value.dtype != torch.bool:
+            value = value * self.factor
             if not bool(((value == 0) | (value <= HIDDEN)).all()):
                 raise NotUnderstood("it adds a bias to the scores: its values are not 0 or very negative alone")
             value = value == 0

@@ -24,8 +24,8 @@ _PRODUCTS = ("matmul", "bmm", "baddbmm")
 _CASTS = ("to", "float", "type", "type_as", "contiguous", "clone")
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
 
-KindOf = Callable[[Node, Node, bool], MaskKind]
-"""(mask, reader, whether True hides) -> what the mask computes; raises NotUnderstood."""
+KindOf = Callable[[Node, Node, bool, float], MaskKind]
+"""(mask, reader, whether True hides, factor after it is added) -> what the mask computes; raises NotUnderstood."""
 SlopesOf = Callable[[Node, Node, int], tuple[float, ...]]
 """(bias, reader, heads) -> slopes; raises NotUnderstood."""
 
@@ -96,10 +96,10 @@ def read_written_out(
 
     mask, slopes = MaskKind(-1, -1, "one", None), None
     for chooser, reader, hides in scores.hidden:
-        mask = _both(mask, kind_of(chooser, reader, hides))
+        mask = _both(mask, kind_of(chooser, reader, hides, 1.0))
     for side, reader, factor in scores.added:
         try:
-            kind = kind_of(side, reader, False)
+            kind = kind_of(side, reader, False, factor)
         except NotUnderstood as no_mask:
             try:
                 found = slopes_of(side, reader, facts["heads"])
@@ -107,8 +107,6 @@ def read_written_out(
                 raise NotUnderstood(f"{no_mask}; {no_slopes}") from None
             slopes = [s + factor * f for s, f in zip(slopes or [0.0] * len(found), found, strict=True)]
             continue
-        if factor != 1.0 and (kind.left, kind.right) != (-1, -1):
-            raise NotUnderstood(f"its mask is multiplied by {factor:g}")
         mask = _both(mask, kind)
 
     dtype = value_of(v).dtype

@@ -60,15 +60,18 @@ def attention_function(
     unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _NO_EFFECT)
     if unknown:
         raise NotServed(Reason.ATTENTION, f"{name} gives its attention {', '.join(unknown)}, which is not understood")
-    causal = others.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    left = -1 if sliding_window is None else int(sliding_window) - 1
-    right = 0 if causal else left
+    left, right = sides(module, sliding_window, others.get("is_causal"))
     out = ops.attention(q, k, v, s_aux, None, scale, left, right, float(softcap or 0.0), -1)
     return out.unsqueeze(0), None
+
+
+def sides(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> tuple[int, int]:
+    """How many keys a call says that a query sees on each side of itself; -1 = all."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    left = -1 if sliding_window is None else int(sliding_window) - 1
+    return left, 0 if causal else left
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fullgraph_compile.batch import PrefillBatch, no_active_batch
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.graphs.streams import aside
-from fullgraph_compile.integrations import hf_facts
+from fullgraph_compile.integrations import hf_facts, hf_masks
 from fullgraph_compile.integrations.hf_attention import ATTENTION, Watching, attention_function, counting_sites
 from fullgraph_compile.integrations.hf_facts import REAL, Facts, allowed, error, leading
 from fullgraph_compile.integrations.packing import Spans
@@ -50,6 +50,7 @@ class TransformersModule(PlainModule):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_function)
+        hf_masks.register()
         self.name = type(whole).__name__
         self.names = list(inspect.signature(module.forward).parameters)
         self.facts: Facts | None = None
@@ -249,12 +250,24 @@ class TransformersModule(PlainModule):
                 f"op from itself by {errors[0]:.2g}: {self.name} masks or mixes in a way that its attention calls do "
                 "not say",
             )
+        self._check_masks(calls[0], device)
         if not errors[0] <= allowed(got):
             log.info(
                 "%s: replays equal its eager attention; the implementation that was set differs from that by %.2g",
                 self.name,
                 errors[0],
             )
+
+    def _check_masks(self, call: dict[str, Any], device: torch.device) -> None:
+        """The masks that the model makes, at distances that small calls do not have."""
+        with torch.no_grad(), no_active_batch(), hf_masks.keeping_masks() as masks:
+            try:
+                with self.attention(hf_masks.MASKS), PrefillBatch([REAL], device=device):
+                    self.forward(**call)
+            except Exception as error:
+                # Its masks are no business of an implementation that it does not know: what was compared must do.
+                log.info("%s: its masks could not be asked for: %s", self.name, error)
+        hf_masks.check_masks(masks, self.name)
 
     def _through_op(self, call: dict[str, Any], tokens: int) -> Tensor:
         device = next(v.device for v in call.values() if isinstance(v, Tensor))

@@ -104,6 +104,7 @@ WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str, float, list[float] | None
     "nothing masked": (lambda x: scores(x).softmax(-1) @ x, "two-sided", 1.0, None),
     "causal": (causal, "causal", 1 / math.sqrt(8), None),
     "window": (lambda x: (scores(x) + bias(x, 3)).softmax(-1) @ x, "causal window of 3", 1.0, None),
+    "masked, then scaled": (lambda x: ((scores(x) + bias(x)) / 4.0).softmax(-1) @ x, "causal", 0.25, None),
     "two masks": (lambda x: (scores(x) + bias(x, 3) + bias(x, 5)).softmax(-1) @ x, "causal window of 3", 1.0, None),
     "chosen": (lambda x: torch.where(bias(x) == 0, 2 * scores(x), LEAST).softmax(-1) @ x, "causal", 2.0, None),
     "chosen the other way": (lambda x: torch.where(bias(x) < 0, torch.tensor(-1e9), scores(x)).softmax(-1) @ x,
@@ -168,6 +169,8 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         @ x[0], "before their soft"),
     "a scale by token": (lambda x: (scores(x) * x[..., :1]).softmax(-1) @ x, "mul is done"),
     "a clamp from above": (lambda x: scores(x).clamp(-1e31, 5.0).softmax(-1) @ x, "clamp is done"),
+    "hidden but for its scale": (
+        lambda x: ((scores(x) + bias(x).clamp(min=-1e4)) * 1e-3).softmax(-1) @ x, "adds a bias"),
     "hidden but a little": (lambda x: scores(x).masked_fill(bias(x) < 0, -100.0).softmax(-1) @ x, "very negative"),
     "over queries": (lambda x: scores(x).softmax(-2) @ x, "over dim -2"),
     "scores read twice": (lambda x: (s := scores(x) * 2).softmax(-1) @ x + s.sum(-1, keepdim=True), "read by"),

@@ -167,7 +167,7 @@ def _first_call(model: Any) -> None:
     import torch
 
     with torch.no_grad():
-        out = rows_of(model(**_tokens((9,), "dense", 0), **without_cache(model)))
+        out = rows_of(model(**with_decoder(model, _tokens((9,), "dense", 0)), **without_cache(model)))
     if out.dim() != 3 or out.shape[:2] != (1, 9):
         raise ValueError(f"its output has shape {list(out.shape)} for [1, 9] tokens")
     if not torch.isfinite(out).all():
@@ -179,6 +179,19 @@ def without_cache(model: Any) -> dict[str, bool]:
     import inspect
 
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def with_decoder(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The call, and of a model that has an encoder beside its decoder the same tokens for that."""
+    import inspect
+
+    names = inspect.signature(model.forward).parameters
+    if not getattr(model.config, "is_encoder_decoder", False) or "decoder_input_ids" not in names:
+        return inputs
+    decoder = {"decoder_input_ids": inputs["input_ids"]}
+    if "attention_mask" in inputs and "decoder_attention_mask" in names:
+        decoder["decoder_attention_mask"] = inputs["attention_mask"]
+    return inputs | decoder
 
 
 def rows_of(output: Any) -> Any:
@@ -213,7 +226,8 @@ def _expected(eager: Any, kind: str, lengths: tuple[int, ...], inputs: dict[str,
 
     if kind != "packed":
         return _real(rows_of(eager(**inputs, **more)), inputs)
-    return torch.cat([rows_of(eager(input_ids=x, **more))[0] for x in inputs["input_ids"].split(list(lengths), 1)])
+    alone = [with_decoder(eager, {"input_ids": x}) for x in inputs["input_ids"].split(list(lengths), 1)]
+    return torch.cat([rows_of(eager(**x, **more))[0] for x in alone])
 
 
 def _real(rows: Any, inputs: dict[str, Any]) -> Any:
@@ -240,7 +254,7 @@ def _measure(model: Any, result: Result, said: list[str]) -> None:
     unequal: list[str] = []
     for seed, (kind, lengths) in enumerate(CALLS):
         what = f"{kind} {list(lengths)}"
-        inputs = _tokens(lengths, kind, seed)
+        inputs = with_decoder(model, _tokens(lengths, kind, seed))
         with torch.no_grad():
             try:
                 want = _expected(eager, kind, lengths, inputs, more)

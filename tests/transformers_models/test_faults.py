@@ -136,3 +136,35 @@ def test_a_model_of_several_parts_is_traced_where_its_ids_come_in() -> None:
     assert body_of(model) is model.model
     opt = arch.build(arch.Result("causal", "opt"))
     assert body_of(opt) is opt.model.decoder
+
+
+def test_a_chunk_longer_than_any_small_call_is_no_causal_mask() -> None:
+    """Llama 4 attends within chunks, which nothing but its masks says: its long calls run as they are."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    from tests.transformers_models.tiny_configs import Variant, tiny_config
+
+    config = tiny_config(Llama4TextConfig, Variant(), causal=True)
+    config.attention_chunk_size = 16
+    torch.manual_seed(0)
+    model = Llama4ForCausalLM(config).eval()
+    eager = copy.deepcopy(model)
+    fgc.compile(model, **OPTIONS)
+    for tokens in (7, 40):
+        ids = torch.randint(2, 97, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+        close(call(model, ids, use_cache=False).logits, call(eager, ids, use_cache=False).logits)
+
+
+def test_masks_are_compared_at_distances_of_no_small_call() -> None:
+    from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
+    from transformers.masking_utils import sliding_window_causal_mask_function as window
+
+    from fullgraph_compile.integrations.hf_masks import _difference
+
+    cpu = torch.device("cpu")
+    assert _difference(causal_mask_function, -1, 0, cpu) == ""
+    assert _difference(window(4096), 4095, 0, cpu) == ""
+    chunks = chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int))
+    assert _difference(chunks, -1, 0, cpu) == "query 8192 does not see key 0"
+    assert _difference(window(4096), 4096, 0, cpu)
+    assert _difference(causal_mask_function, -1, -1, cpu)

@@ -92,6 +92,15 @@ _OWN: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 1,
         "make_ngram_vocab_size_divisible_by": 8,
     },
+    **{
+        name: {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}
+        for name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm_image_text", "glm_ocr_text")
+    },
+    # Rotates half of each head.
+    "glm4v_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+    # One window for all layers; it is shared out to both sides.
+    "longformer": {"attention_window": 4},
+    "led": {"attention_window": 4},
     "reformer": {"axial_pos_embds": False},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
 }

@@ -1,0 +1,70 @@
+"""Which token counts a trace is for, and which buckets it can have for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import sympy
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fullgraph_compile.ladder import legal_buckets
+from fullgraph_compile.options import Options
+from fullgraph_compile.passes.common import expression, placeholders, value_of
+
+
+def buckets_of(
+    options: Options, context: int, serves: Callable[[int], bool], traced: int | None
+) -> tuple[tuple[int, ...], str]:
+    """The buckets that a trace for the counts that it ``serves`` can have, and why others of the ladder are dropped.
+
+    Args:
+        traced: the count that it was traced with; None = it serves every count.
+    """
+    legal = legal_buckets(options.ladder, context, options.slots)
+    ladder = tuple(b for b in legal if serves(b))
+    dropped = sorted(set(options.ladder) - set(legal))
+    if dropped:
+        return ladder, (
+            f"no legal batch fills bucket {', '.join(map(str, dropped))} (context_length {context}, request_slots "
+            f"{options.slots})"
+        )
+    if ladder or traced is None:
+        return ladder, ""
+    # The trace is for few counts, none of them a bucket, such as a branch of the model for one token alone.
+    exact = legal_buckets((traced,), context, options.slots) if traced <= legal[-1] else ()
+    return exact, "" if exact else f"the trace serves none of the buckets {', '.join(map(str, legal))}"
+
+
+def _by_an_op(where: str) -> bool:
+    """Whether a guard comes from how torch runs an op, not from a branch in the model's code, by where it was made."""
+    return "run_node" in where or ("(" in where and "(_dynamo/" not in where)
+
+
+def guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool], int | None, bool]:
+    """What Dynamo's guards on a backed token count say.
+
+    Returns:
+        Whether they hold for a count: for another the model may take another branch; the count that it was traced
+        with, None if it was not backed; and whether torch's ops alone leave out a single token, for its strides.
+    """
+    sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
+    env = sizes[0].node.shape_env if sizes else None
+    if env is None or free_unbacked_symbols(sizes[0]):
+        return (lambda tokens: True), None, False
+    known: dict[int, bool] = {}
+    conditions = [(g.expr, str(getattr(g, "sloc", ""))) for g in env.guards if g.expr.free_symbols == {token}]
+
+    def serves(tokens: int) -> bool:
+        if tokens not in known:
+            bounds = env.var_to_range.get(token)
+            # The lower bound of 2 is that of a size that was told nothing of 0 and 1; it is no branch.
+            inside = bounds is None or (bounds.lower <= max(tokens, 2) and tokens <= bounds.upper)
+            known[tokens] = bool(inside) and all(c.subs(token, tokens) != sympy.false for c, _ in conditions)
+        return known[tokens]
+
+    hint = sizes[0].node.hint
+    broken = [where for c, where in conditions if c.subs(token, 1) == sympy.false]
+    layouts = bool(broken) and serves(2) and all(map(_by_an_op, broken))
+    return serves, int(hint) if hint is not None else None, layouts
