@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -183,6 +184,8 @@ class TransformersModule(PlainModule):
         try:
             self._check_op(call)
         except NotServed:
+            if self._recurrent():
+                raise
             # The model may attend by itself, or mask its calls by more than they say.
             with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION), Watching(REAL) as watching:
                 self.forward(**self._small_call(call, REAL))
@@ -238,6 +241,12 @@ class TransformersModule(PlainModule):
                     wants.append(self._alone(calls))
             errors = [error(got, want) for want in wants]
             if not min(errors) <= allowed(got):
+                if found := self._recurrent():
+                    raise NotServed(
+                        Reason.ATTENTION,
+                        f"{self.name} has recurrent layers ({found}): two packed requests differ from each alone by "
+                        f"{packed:.2g} of the largest value",
+                    )
                 # Positions that the model counts itself, or a convolution over tokens, are right for one request.
                 with self.attention():
                     got = torch.cat([self._through_op(c, n) for c, n in zip(calls, lengths, strict=True)], dim=1)
@@ -257,6 +266,11 @@ class TransformersModule(PlainModule):
                 self.name,
                 errors[0],
             )
+
+    def _recurrent(self) -> str:
+        """The class of a layer that carries a state from token to token; no graph is proven of a scan over tokens, and
+        tracing one takes minutes."""
+        return next((type(m).__name__ for m in self.module.modules() if _RECURRENT.search(type(m).__name__)), "")
 
     def _check_masks(self, call: dict[str, Any], device: torch.device) -> None:
         """The masks that the model makes, at distances that small calls do not have."""
@@ -308,6 +322,11 @@ class TransformersModule(PlainModule):
         past = hf_facts.padding_id(self.module) + 1 if self.facts and self.facts.positions == "ids" else 0
         return (torch.arange(tokens, device=like.device) + past).expand(*like.shape[:-1], tokens)
 
+
+# Layers that carry a state from token to token, by the names that transformers gives them.
+_RECURRENT = re.compile(
+    r"Mamba\w*Mixer|(Bamba|FalconH1)Mixer|MambaLayer|DeltaNet|DeltaAttention|LightningAttention|RecurrentBlock"
+)
 
 # Heads of two-sided models that read one row of each request, by the class's name.
 _POOLING = ("SequenceClassification", "MultipleChoice", "NextSentence", "ForPreTraining")

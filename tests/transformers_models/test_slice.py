@@ -33,8 +33,7 @@ REPLAYING = [
 REFUSED = {
     ("causal", "mamba"): "no attention call",
     ("causal", "llama4_text"): "an attention call was not understood",
-    # Linear attention after the last call that the op takes over.
-    ("causal", "minimax"): "padding is not proven safe",
+    ("causal", "minimax"): "recurrent layers (MiniMaxLightningAttention)",
     ("causal", "big_bird"): "padding is not proven safe",
 }
 
