@@ -257,6 +257,7 @@ TABLE: dict[str, Op] = {
     "Size": Op(other.size, sizes=True),
     "numel": Op(other.size),
     "_assert_scalar": Op(free, sizes=True),
+    "_check": Op(free, sizes=True),
     "_log_api_usage_once": Op(free),
     "_enter_autocast": Op(free),
     "_exit_autocast": Op(free),
