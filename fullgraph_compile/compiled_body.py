@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullgraph_compile.batch import PrefillBatch, active_batch, no_active_batch
-from fullgraph_compile.captured import CapturedGraph, PlainGraph, check_batch
+from fullgraph_compile.batch import PrefillBatch, active_batch
+from fullgraph_compile.captured import CapturedGraph, check_batch
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
+from fullgraph_compile.forms import Forms, ModuleChanged
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
-from fullgraph_compile.integrations.offloading import moved_weights
 from fullgraph_compile.integrations.plain import Bound, NotServed
 from fullgraph_compile.interposed import interposed
 from fullgraph_compile.options import Options, disabled
@@ -25,9 +25,8 @@ from fullgraph_compile.pipeline import expected_decision
 from fullgraph_compile.refusals import Refusals
 from fullgraph_compile.registry import register, unregister
 from fullgraph_compile.report import Report, log
-from fullgraph_compile.runner import WeightsChanged
 from fullgraph_compile.tracing import Tracer
-from fullgraph_compile.variant import Variant, is_number
+from fullgraph_compile.variant import is_number
 from fullgraph_compile.whole_model import WholeModel, forward_of_class
 
 # An eager call means the same inside a batch of several requests only for these.
@@ -43,9 +42,6 @@ class CompiledBody:
         whole: the model that it is the body of; None = the module itself.
     """
 
-    # Traces of one form of call, for states of the module that come and go.
-    MOST_VARIANTS = 8
-
     def __init__(self, module: nn.Module, options: Options, whole: nn.Module | None = None) -> None:
         whole = module if whole is None else whole
         self.module = weakref.ref(module)
@@ -54,10 +50,8 @@ class CompiledBody:
         self.integration = integration_for(module, whole)
         self.fused = FusedWeights(module) if options.fuse_projections else None
         self.tracer = Tracer(self.integration, options, self.report, self.fused)
+        self.forms = Forms(self.module, self.tracer, strict=options.strict)
         self._refusals = Refusals()
-        # Whether what was traced did not hold at some call since the module was learned.
-        self._changed = False
-        self._variants: dict[Any, list[Variant]] = {}
         self._lock = threading.RLock()
         self._counts = threading.local()
         # Where the module is the body of a model, the forward of that.
@@ -100,122 +94,8 @@ class CompiledBody:
         bound, key = self._bind(args, kwargs)
         self.report.device_reads += bound.device_reads
         with self._lock, entered(bound.batch):
-            result = self._serve(bound, key)
+            result = self.forms.serve(bound, key)
             return result if bound.back is None else bound.back(result)
-
-    def _serve(self, bound: Bound, key: Any) -> Any:
-        """Make the call by the first variant that is for it, the last used first; trace one if there is none."""
-        call = bound.call
-        variants = self._variants.setdefault(key, [])
-        tokens = self._tokens(call)
-        for i, variant in enumerate(variants):
-            if not variant.serves(tokens):
-                continue
-            if not variant.direct:
-                if variant.functions is not None and not variant.functions.same():
-                    continue
-                self._check_plain(variant.graph, bound)
-                return self.tracer.again(variant, call)
-            if variant.needs_asking(call) and not self._accepts(variant, call):
-                continue
-            asked = i > 0 or variant.doubted
-            if asked and not (
-                self.tracer.stands(variant) or (variant.take_new_weights() and self.tracer.holds(variant))
-            ):
-                variant.doubted = True
-                continue
-            try:
-                with torch.no_grad():
-                    result = variant(call)
-            except WeightsChanged:
-                continue
-            # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
-            stands = asked or self.tracer.stands(variant)
-            replaced = not stands and variant.replaced()
-            if replaced and variant.take_new_weights() and self.tracer.holds(variant):
-                with torch.no_grad():
-                    return variant(call)
-            if replaced or not (stands or self.tracer.holds(variant)):
-                # Its graphs are freed: states of the module that come and go must not each keep a set.
-                variant.graph.release()
-                variant.doubted = self._changed = True
-                self.report.fell_back(Reason.CHANGED, strict=self.options.strict)
-                continue
-            variant.doubted = False
-            variants.insert(0, variants.pop(i))
-            return result
-        if not tokens and not self.integration.op_attention:
-            raise NotServed(Reason.EMPTY)
-        if len(variants) >= self.MOST_VARIANTS:
-            variants[:] = [v for v in variants if v.direct and self.tracer.holds(v)]
-        if len(variants) >= self.MOST_VARIANTS:
-            raise NotServed(Reason.ARGUMENTS, f"more than {self.MOST_VARIANTS} values of a number that the graph keeps")
-        if self._changed:
-            self._changed = False
-            raise ModuleChanged
-        several = bound.padded and bound.batch is not None and bound.batch.requests > 1
-        if not several or self.options.strict:
-            _, result = self._trace(call, key)
-            return result
-        # What was traced may turn out to serve one request only.  A padded batch then runs as it is, so the trace is
-        # made by a call for one, which is not counted.
-        then = self.report.copy()
-        with no_active_batch():
-            variant, _ = self._trace(call, key)
-        now = self.report
-        now.replays, now.padding, now.fallbacks = then.replays, then.padding, then.fallbacks
-        # What it was about that turned a bucket off stays: no later call finds it out again.
-        now.details = {**now.details, **then.details}
-        if not variant.lasting:
-            raise NotServed(Reason.NOT_LASTING)
-        return self._serve(bound, key)
-
-    def _trace(self, call: dict[str, Any], key: Any) -> tuple[Variant, Any]:
-        """Trace this form of the call, and make the call; what is for the calls that follow is kept.
-
-        Raises:
-            NotServed: it cannot be traced, or could not be some calls ago: it is not tried each time.
-        """
-        self._refusals.check(key)
-        self._check_weights()
-        module = self.module()
-        assert module is not None
-        try:
-            variant, result = self.tracer.trace(module, call)
-        except NotServed as refusal:
-            self._refusals.add(key, refusal)
-            raise
-        if variant.lasting:
-            self._refusals.drop(key)
-            self._variants[key].insert(0, variant)
-        else:
-            self._refusals.add(key, NotServed(Reason.NOT_LASTING))
-        return variant, result
-
-    def _check_weights(self) -> None:
-        """Raise ``NotServed`` where the weights do not stay on one device."""
-        module = self.module()
-        assert module is not None
-        if moved := moved_weights(module):
-            raise NotServed(Reason.OFFLOADED, moved)
-
-    @staticmethod
-    def _check_plain(graph: Any, bound: Bound) -> None:
-        """A padded batch needs no packing where no graph replays it: its own mask tells the requests apart.
-
-        Raises:
-            NotServed: so it is.
-        """
-        if bound.padded and isinstance(graph, PlainGraph) and not graph.separates():
-            raise NotServed(graph.reason, graph.detail)
-
-    def _accepts(self, variant: Variant, call: dict[str, Any]) -> bool:
-        with self.tracer.modes():
-            return variant.accepts(call)
-
-    def _tokens(self, call: dict[str, Any]) -> int:
-        name, dim = next(iter(self.integration.token_dims(call).items()))
-        return call[name].shape[dim]
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ask: bool = True) -> tuple[Bound, Any]:
         """The call in canonical form, and the form's key; all is checked here, before anything changes.
@@ -237,7 +117,7 @@ class CompiledBody:
                 raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
         self._refusals.check(None, ask=ask)
         if ask:
-            self._learn(lambda: self.integration.learn(given))
+            self._learn(self.integration.learn, given)
         bound = self.integration.bind(given, active_batch())
         call = bound.call
         dims = self.integration.token_dims(call)
@@ -251,24 +131,24 @@ class CompiledBody:
         if bound.batch is not None:
             check_batch(bound.batch, tokens, device)
         key = self._key(call, dims)
-        if tokens and ask and (key not in self._variants or not self.integration.prepared):
-            self._learn(lambda: self.integration.prepare(call))
+        if tokens and ask and (key not in self.forms.variants or not self.integration.prepared):
+            with self._lock:
+                self._learn(self.integration.prepare, call)
         return bound, key
 
-    def _learn(self, question: Callable[[], None]) -> None:
+    def _learn(self, question: Callable[[dict[str, Any]], None], arguments: dict[str, Any]) -> None:
         """Ask the module what it means by a call, or what its attention means, before it is traced.
 
         Raises:
             NotServed: it cannot be marked; calls run as the user wrote them.
         """
         if not self.integration.prepared:
-            self._check_weights()
-        with self._lock:
-            try:
-                question()
-            except NotServed as refusal:
-                self._refusals.add(None, refusal)
-                raise
+            self.forms.check_weights()
+        try:
+            question(arguments)
+        except NotServed as refusal:
+            self._refusals.add(None, refusal)
+            raise
 
     @staticmethod
     def _wants_grad(module: nn.Module, given: dict[str, Any]) -> bool:
@@ -331,8 +211,8 @@ class CompiledBody:
         except NotServed as refusal:
             return Decision(Route.EAGER, None, refusal.reason)
         call, batch = bound.call, bound.batch
-        tokens = self._tokens(call)
-        for variant in self._variants.get(key, ()):
+        tokens = self.forms.tokens(call)
+        for variant in self.forms.variants.get(key, ()):
             if not isinstance(variant.graph, CapturedGraph):
                 return Decision(Route.COMPILED, None, variant.graph.reason)
             if variant.direct and variant.serves(tokens):
@@ -342,19 +222,18 @@ class CompiledBody:
 
     def graphs(self) -> list[CapturedGraph]:
         """What was traced for graphs so far."""
-        return [v.graph for vs in self._variants.values() for v in vs if isinstance(v.graph, CapturedGraph)]
+        return self.forms.graphs()
 
     def release(self) -> None:
         """Free the graphs; the next call captures again, without compiling."""
         self._refusals.clear()
-        for graph in self.graphs():
-            graph.runner.release()
+        self.forms.release()
 
     def close(self) -> None:
         """Put the module's own forward back and free everything."""
         self.release()
         unregister(self, *self.graphs())
-        self._variants.clear()
+        self.forms.variants.clear()
         if self.fused is not None:
             self.fused.undo()
         if self.whole is not None:
@@ -364,10 +243,6 @@ class CompiledBody:
             del module.__dict__["forward"]
             if getattr(self.forward, "__func__", None) is not type(module).forward:
                 module.forward = self.forward
-
-
-class ModuleChanged(Exception):
-    """What was traced does not hold, and what was learned of the module before may not either."""
 
 
 @contextmanager

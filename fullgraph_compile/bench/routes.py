@@ -105,7 +105,7 @@ class Ours:
         compiled = compiled_body(self.body)
         assert compiled is not None
         positions = torch.arange(ids.shape[1], device=self.device)[None]
-        for variant in (v for variants in compiled._variants.values() for v in variants):
+        for variant in (v for variants in compiled.forms.variants.values() for v in variants):
             if variant.direct:
                 given: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
                 return variant.arguments({name: given[name] for name in {*variant.names.values()}})

@@ -9,6 +9,9 @@ from torch import nn
 
 from fullgraph_compile.integrations.plain import PlainModule
 
+# Packages whose modules hold one transformers model, and leave its rows to it.
+_WRAPPERS = ("peft.", "sentence_transformers.")
+
 
 def integration_for(module: nn.Module, whole: nn.Module) -> PlainModule:
     """What knows the module best.
@@ -24,12 +27,12 @@ def integration_for(module: nn.Module, whole: nn.Module) -> PlainModule:
 
 def body_of(module: nn.Module) -> nn.Module:
     """The part of a model that is traced: of a transformers model with a head its body, as the head's own code is
-    written for padded batches and costs one launch; of what has one such model inside (adapters, pooling) that one's
-    body; of any other module all of it."""
+    written for padded batches and costs one launch; of a model of peft or sentence-transformers the same, of the one
+    that it wraps; of any other module all of it, as it may do anything with the tokens before and after."""
     from fullgraph_compile.integrations.transformers import is_transformers
 
     if not is_transformers(module):
-        inside = list(_models_in(module))
+        inside = list(_models_in(module)) if type(module).__module__.startswith(_WRAPPERS) else []
         return body_of(inside[0]) if len(inside) == 1 else module
     body = module.base_model
     if not isinstance(body, nn.Module) or not is_transformers(body):

@@ -189,4 +189,4 @@ def test_it_is_watched_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> 
 def _variants(body: nn.Module) -> list[Variant]:
     compiled = compiled_body(body)
     assert compiled is not None
-    return [v for vs in compiled._variants.values() for v in vs]
+    return [v for vs in compiled.forms.variants.values() for v in vs]

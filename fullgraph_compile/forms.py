@@ -1,0 +1,170 @@
+"""What was traced for each form of a call, and the call made by it; what there is not is traced."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullgraph_compile.batch import no_active_batch
+from fullgraph_compile.captured import CapturedGraph, PlainGraph
+from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.integrations.offloading import moved_weights
+from fullgraph_compile.integrations.plain import Bound, NotServed
+from fullgraph_compile.refusals import Refusals
+from fullgraph_compile.runner import WeightsChanged
+from fullgraph_compile.tracing import Tracer
+from fullgraph_compile.variant import Variant
+
+
+class ModuleChanged(Exception):
+    """What was traced does not hold, and what was learned of the module before may not either."""
+
+
+class Forms:
+    """Of one module: the variants of each form of call, by the form's key.
+
+    Args:
+        module: the module.
+        tracer: traces its calls.
+        strict: whether a call that replays no graph is an error.
+    """
+
+    # Traces of one form of call, for states of the module that come and go.
+    MOST_VARIANTS = 8
+
+    def __init__(self, module: weakref.ref[nn.Module], tracer: Tracer, *, strict: bool) -> None:
+        self.module = module
+        self.tracer = tracer
+        self.report = tracer.report
+        self.strict = strict
+        self.variants: dict[Any, list[Variant]] = {}
+        self.refusals = Refusals()
+        # Whether what was traced did not hold at some call since the module was learned.
+        self._changed = False
+
+    def serve(self, bound: Bound, key: Any) -> Any:
+        """Make the call by the first variant that is for it, the last used first; trace one if there is none."""
+        call = bound.call
+        variants = self.variants.setdefault(key, [])
+        tokens = self.tokens(call)
+        for i, variant in enumerate(variants):
+            if not variant.serves(tokens):
+                continue
+            if not variant.direct:
+                if variant.functions is not None and not variant.functions.same():
+                    continue
+                self._check_plain(variant.graph, bound)
+                return self.tracer.again(variant, call)
+            if variant.needs_asking(call) and not self._accepts(variant, call):
+                continue
+            asked = i > 0 or variant.doubted
+            if asked and not (
+                self.tracer.stands(variant) or (variant.take_new_weights() and self.tracer.holds(variant))
+            ):
+                variant.doubted = True
+                continue
+            try:
+                with torch.no_grad():
+                    result = variant(call)
+            except WeightsChanged:
+                continue
+            # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
+            stands = asked or self.tracer.stands(variant)
+            replaced = not stands and variant.replaced()
+            if replaced and variant.take_new_weights() and self.tracer.holds(variant):
+                with torch.no_grad():
+                    return variant(call)
+            if replaced or not (stands or self.tracer.holds(variant)):
+                # Its graphs are freed: states of the module that come and go must not each keep a set.
+                variant.graph.release()
+                variant.doubted = self._changed = True
+                self.report.fell_back(Reason.CHANGED, strict=self.strict)
+                continue
+            variant.doubted = False
+            variants.insert(0, variants.pop(i))
+            return result
+        if not tokens and not self.tracer.integration.op_attention:
+            raise NotServed(Reason.EMPTY)
+        if len(variants) >= self.MOST_VARIANTS:
+            variants[:] = [v for v in variants if v.direct and self.tracer.holds(v)]
+        if len(variants) >= self.MOST_VARIANTS:
+            raise NotServed(Reason.ARGUMENTS, f"more than {self.MOST_VARIANTS} values of a number that the graph keeps")
+        if self._changed:
+            self._changed = False
+            raise ModuleChanged
+        several = bound.padded and bound.batch is not None and bound.batch.requests > 1
+        if not several or self.strict:
+            _, result = self._trace(call, key)
+            return result
+        # What was traced may turn out to serve one request only.  A padded batch then runs as it is, so the trace is
+        # made by a call for one, which is not counted.
+        then = self.report.copy()
+        with no_active_batch():
+            variant, _ = self._trace(call, key)
+        now = self.report
+        now.replays, now.padding, now.fallbacks = then.replays, then.padding, then.fallbacks
+        # What it was about that turned a bucket off stays: no later call finds it out again.
+        now.details = {**now.details, **then.details}
+        if not variant.lasting:
+            raise NotServed(Reason.NOT_LASTING)
+        return self.serve(bound, key)
+
+    def _trace(self, call: dict[str, Any], key: Any) -> tuple[Variant, Any]:
+        """Trace this form of the call, and make the call; what is for the calls that follow is kept.
+
+        Raises:
+            NotServed: it cannot be traced, or could not be some calls ago: it is not tried each time.
+        """
+        self.refusals.check(key)
+        self.check_weights()
+        module = self.module()
+        assert module is not None
+        try:
+            variant, result = self.tracer.trace(module, call)
+        except NotServed as refusal:
+            self.refusals.add(key, refusal)
+            raise
+        if variant.lasting:
+            self.refusals.drop(key)
+            self.variants[key].insert(0, variant)
+        else:
+            self.refusals.add(key, NotServed(Reason.NOT_LASTING))
+        return variant, result
+
+    def check_weights(self) -> None:
+        """Raise ``NotServed`` where the weights do not stay on one device."""
+        module = self.module()
+        assert module is not None
+        if moved := moved_weights(module):
+            raise NotServed(Reason.OFFLOADED, moved)
+
+    @staticmethod
+    def _check_plain(graph: Any, bound: Bound) -> None:
+        """A padded batch needs no packing where no graph replays it: its own mask tells the requests apart.
+
+        Raises:
+            NotServed: so it is.
+        """
+        if bound.padded and isinstance(graph, PlainGraph) and not graph.separates():
+            raise NotServed(graph.reason, graph.detail)
+
+    def _accepts(self, variant: Variant, call: dict[str, Any]) -> bool:
+        with self.tracer.modes():
+            return variant.accepts(call)
+
+    def tokens(self, call: dict[str, Any]) -> int:
+        name, dim = next(iter(self.tracer.integration.token_dims(call).items()))
+        return call[name].shape[dim]
+
+    def graphs(self) -> list[CapturedGraph]:
+        """What was traced for graphs so far."""
+        return [v.graph for vs in self.variants.values() for v in vs if isinstance(v.graph, CapturedGraph)]
+
+    def release(self) -> None:
+        """Free the graphs, and try again what was refused."""
+        self.refusals.clear()
+        for graph in self.graphs():
+            graph.runner.release()
