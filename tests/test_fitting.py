@@ -203,7 +203,7 @@ def runner_args(body: Any) -> list[Any]:
 
     found = compiled_body(body)
     assert found is not None
-    (variants,) = found._variants.values()
+    (variants,) = found.forms.variants.values()
     return variants[0].arguments({"input_ids": tokens(5)[None], "position_ids": torch.arange(5)[None]})
 
 
