@@ -35,7 +35,6 @@ def add_ladder(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-budget", metavar="BYTES", help="what graphs may take, as in 300MiB (default: no limit)"
     )
-    parser.add_argument("--compiler", choices=("inductor", "aot_eager", "eager"), help="default: inductor; cpu: eager")
     parser.add_argument("--json", metavar="FILE", help="write the timings and the choice")
     parser.set_defaults(run=ladder)
     return parser
@@ -51,6 +50,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: the GPU, if there is one)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: bfloat16; cpu: float32)")
     parser.add_argument("--attention", default="auto", metavar="NAME", help="the attention backend (default: auto)")
+    parser.add_argument("--compiler", choices=("inductor", "aot_eager", "eager"), help="default: inductor; cpu: eager")
 
 
 def model_of(parser: argparse.ArgumentParser, args: argparse.Namespace, console: Console) -> tuple[Any, torch.device]:
@@ -90,7 +90,6 @@ def add_bench(commands: Any) -> argparse.ArgumentParser:
         help=f"of {', '.join(ROUTES)} (default: all; cpu: eager compiled full_prefill)",
     )  # fmt: skip
     parser.add_argument("--measured", action="store_true", help="the measured ladder in place of the default one")
-    parser.add_argument("--compiler", choices=("inductor", "aot_eager", "eager"), help="default: inductor; cpu: eager")
     parser.add_argument("--repeats", type=int, default=50, metavar="N", help="calls for each time (default: 50)")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="so many calls of random lengths besides")
     parser.add_argument(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import runpy
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from fullgraph_compile import attention, cli
 from fullgraph_compile.attention import conformance
 from fullgraph_compile.attention.probes import probes
 from tests.attention.broken import LeavesPaddedRows, Sound
+from tests.command_line import run
 
 FAILING = "leaves-padded-rows"
 
@@ -40,15 +40,6 @@ class NoSinks(Sound):
 
 class Failing(LeavesPaddedRows):
     paged = False
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    try:
-        code: Any = cli.main(argv)
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    return code, said.out, said.err
 
 
 def cells(out: str) -> dict[str, list[str]]:

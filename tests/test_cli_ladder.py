@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fullgraph_compile import cli, commands, fitting
+from fullgraph_compile import commands, fitting
 from fullgraph_compile.bench import models
 from fullgraph_compile.bench.models import build, projections, vocabulary
+from tests.command_line import run
 
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -29,15 +30,6 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.5 if call.func.__name__ == "exact" else 1.0 if call.args[0] <= 16 else 2.0
 
     monkeypatch.setattr(fitting, "seconds", seconds)
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    try:
-        code: Any = cli.main(argv)
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    return code, said.out, said.err
 
 
 def test_ladder_prints_the_choice_against_the_default_and_ends_with_the_buckets(

@@ -25,7 +25,6 @@ _TYPICAL_PREFIX = 4096
 _MIN_CHUNK = 256
 _MAX_CHUNKS = 16
 
-
 # Up to so many rows a launch is all latency, and small tiles have less of it.
 _FEW_ROWS = 256
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.graphs.base import CaptureError, GraphRecorder, RecordedGraph, collector_off
-from fullgraph_compile.graphs.streams import borrow_stream, return_stream
+from fullgraph_compile.graphs.streams import borrow_stream, ordered, return_stream
 
 
 class CudaGraph(RecordedGraph):
@@ -89,12 +89,8 @@ class CudaGraphRecorder(GraphRecorder):
             if caller == stream:
                 yield
                 return
-            stream.wait_stream(caller)
-            try:
-                with torch.cuda.stream(stream):
-                    yield
-            finally:
-                caller.wait_stream(stream)
+            with ordered(stream, caller):
+                yield
 
     def record(self, run: Callable[[], None]) -> CudaGraph:
         with torch.cuda.device(self.device):

@@ -30,6 +30,17 @@ def return_stream(stream: torch.cuda.Stream) -> None:
 
 
 @contextmanager
+def ordered(stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> Iterator[None]:
+    """On ``stream``, ordered after what ``caller`` was given before; ``caller`` then waits for it."""
+    stream.wait_stream(caller)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        caller.wait_stream(stream)
+
+
+@contextmanager
 def aside(device: torch.device) -> Iterator[None]:
     """On a side stream, ordered after the current one, which then waits for it: small calls of our own before a
     capture leave a workspace only where the capture needs one anyway.  Nothing on a CPU.
@@ -39,11 +50,9 @@ def aside(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device):
         here = torch.device("cuda", torch.cuda.current_device())
-        stream, caller = borrow_stream(here), torch.cuda.current_stream()
-        stream.wait_stream(caller)
+        stream = borrow_stream(here)
         try:
-            with torch.cuda.stream(stream):
+            with ordered(stream, torch.cuda.current_stream()):
                 yield
         finally:
-            caller.wait_stream(stream)
             return_stream(stream)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from fullgraph_compile import cli
 from fullgraph_compile.bench import models, run
 from fullgraph_compile.bench.limits import Limit, measure_limit
 from fullgraph_compile.bench.random_lengths import between, play, random_lengths
 from fullgraph_compile.bench.timing import median_ms
+from tests.command_line import run as run_command
 from tests.test_cli_ladder import TINY
 
 CPU = torch.device("cpu")
@@ -27,12 +27,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fgc(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    try:
-        code: Any = cli.main(("bench", *argv))
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    return run_command(capsys, "bench", *argv)
 
 
 def test_on_a_cpu_it_says_what_it_cannot_measure_and_runs_the_small_preset(
