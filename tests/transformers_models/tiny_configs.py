@@ -103,6 +103,28 @@ _OWN: dict[str, dict[str, Any]] = {
     "led": {"attention_window": 4},
     "reformer": {"axial_pos_embds": False},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}},
+    # Audio codes of several channels are one more dim of its decoder's ids.
+    "dia": {"delay_pattern": [0]},
+    "dia_decoder": {
+        "num_channels": 1,
+        "cross_num_attention_heads": 4,
+        "cross_num_key_value_heads": 4,
+        "cross_head_dim": 16,
+        "cross_hidden_size": 64,
+    },
+    "glm5_next_text": {
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 0,
+        "index_topk": 8,
+        "index_kpool": 4,
+        "index_n_heads": 4,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "indexer_types": ["full", "full"],
+    },
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
            "num_decoder_layers", "num_encoder_layers")  # fmt: skip
