@@ -9,9 +9,9 @@ sglang_prefill.py: dummy weights leave most of the two best logits level.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sglang_prefill import BUCKETS, QWEN3_8B, ROOT, SLOTS, random_prompts, versions
+from sglang_prefill import BUCKETS, QWEN3_8B, ROOT, SLOTS, finish, random_prompts, versions
 
 LENGTHS = [4 + 37 * i % 117 for i in range(200)]
 
@@ -52,33 +52,48 @@ def serve() -> dict[str, Any]:
     }
 
 
+def report(switch: str, result: dict[str, Any], log: list[str]) -> None:
+    print(
+        f"switch {switch}: started in {result['start_up_s']} s, {result['cached']} cached tokens; {result['versions']}"
+    )
+    for line in log:
+        if "fullgraph_compile 0" in line or "prefill attention" in line or "no graph replayed" in line:
+            print("   ", line[:900])
+    sys.stdout.flush()
+
+
 def main() -> None:
-    if sys.argv[1:] == ["serve"]:
-        print("RESULT " + json.dumps(serve()), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="folder for results and logs")
+    parser.add_argument("--limit", type=float, default=560, help="seconds for both engines (default: %(default)g)")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    arguments, begin = parser.parse_args(), time.perf_counter()
+    if arguments.serve:
+        arguments.serve.write_text(json.dumps(serve()))
         os._exit(0)
-    results = {}
-    for switch in ("0", "strict"):
+    out = arguments.out or Path(tempfile.mkdtemp())
+    out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    for switch in ("strict", "0"):
         env = {
             **os.environ, "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "HF_HUB_OFFLINE": "1", "FULLGRAPH_COMPILE_SGLANG": switch,
             "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
         }  # fmt: skip
-        done = subprocess.run([sys.executable, __file__, "serve"], env=env, capture_output=True, text=True)
-        told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not told:
-            print(f"switch {switch}: failed with exit code {done.returncode}\n{done.stderr[-6000:]}")
-            sys.exit(1)
-        results[switch] = json.loads(told[-1][len("RESULT ") :])
-        print(
-            f"switch {switch}: started in {results[switch]['start_up_s']} s, {results[switch]['cached']} cached tokens"
-        )
-        for line in done.stderr.splitlines():
-            if "fullgraph_compile 0" in line or "prefill attention" in line or "no graph replayed" in line:
-                print("   ", line[:700])
-    off, on = results["0"], results["strict"]
-    same = sum(a == b for a, b in zip(off["tokens"], on["tokens"], strict=True))
-    print(
-        f"{on['versions']}\n{same} of {len(on['tokens'])} answers are the same\n{json.dumps(on['reports'], indent=1)}"
-    )
+        file, log = out / f"engine_{switch}.json", out / f"engine_{switch}.log"
+        left = arguments.limit - (time.perf_counter() - begin)
+        ended = finish([sys.executable, __file__, "--serve", str(file)], env, log, max(left, 1))
+        lines = log.read_text(errors="replace").splitlines()
+        if ended != 0 or not file.exists():
+            print(f"switch {switch}: failed ({ended}); the end of its log:\n" + "\n".join(lines[-60:]), flush=True)
+            continue
+        results[switch] = json.loads(file.read_text())
+        report(switch, results[switch], lines)
+    if "strict" in results:
+        print(json.dumps(results["strict"]["reports"], indent=1))
+    if len(results) < 2:
+        sys.exit(1)
+    on, off = results["strict"]["tokens"], results["0"]["tokens"]
+    print(f"{sum(a == b for a, b in zip(off, on, strict=True))} of {len(on)} answers are the same")
 
 
 if __name__ == "__main__":

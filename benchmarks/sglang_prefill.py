@@ -23,9 +23,11 @@ The first process of a machine builds kernels for one to two minutes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,14 +52,17 @@ TINY = {
 SHAPES = [(1, 30), (4, 32), (1, 64), (1, 128), (8, 64), (1, 512), (1, 2048)]
 BUCKETS = [16, 32, 64, 128, 256, 512, 1024, 2048]
 SLOTS, PROMPTS, MOST_PER_BATCH = 16, 200, 8
+# The order in which they run: where time is short, the last are left out.
 ROUTES = {
     "disabled": ("disabled", None),
-    "breakable": ("breakable", None),
     "full": ("full", None),
-    "ours, SGLang's plan": ("full", {"plan": "sglang"}),
     "ours": ("full", {}),
+    "breakable": ("breakable", None),
+    "ours, SGLang's plan": ("full", {"plan": "sglang"}),
 }
 MOST_EXCUSED, LEAST_REPLAYED = 0.02, 0.95
+# Less is not enough for any route.
+LEAST_SECONDS = 30
 
 
 # -- one route, in its own process -------------------------------------------------------------------------------------
@@ -219,27 +224,33 @@ def prompt_batches() -> list[list[list[int]]]:
 
 
 def run_route(name: str, out: Path, cpu: bool) -> None:
+    """Write what is known after each step, so that a route that ends early still tells what it has."""
     sys.path.insert(0, str(ROOT))
     logging.basicConfig(level=logging.INFO)
     started = time.perf_counter()
     backend, options = ROUTES[name]
     route = Route(backend, cpu)
     result: dict[str, Any] = {
-        "start_up_s": route.start_up, "capture_s": route.capture_seconds, "graph_gib": route.graph_gib,
-        "times": {f"{r}x{t}": route.time(r, t) for r, t in SHAPES},
+        "versions": versions(), "start_up_s": route.start_up, "capture_s": route.capture_seconds,
+        "graph_gib": route.graph_gib, "times": {},
     }  # fmt: skip
-    batches = prompt_batches()
-    result["answers"], replayed = route.answer(batches)
-    result["replayed"], result["batches"] = replayed[True], sum(replayed.values())
-    if name == "disabled":
-        result["alone"], _ = route.answer([[prompt] for batch in batches for prompt in batch])
-    if options is not None:
+
+    def save(**more: Any) -> None:
+        result.update(more, process_s=time.perf_counter() - started)
+        out.write_text(json.dumps(result))
+
+    for requests, tokens in SHAPES:
+        result["times"][f"{requests}x{tokens}"] = route.time(requests, tokens)
+        save()
+    if options is not None and not cpu:
         import fullgraph_compile
 
-        result["report"] = str(fullgraph_compile.report())
-    result["versions"] = versions()
-    result["process_s"] = time.perf_counter() - started
-    out.write_text(json.dumps(result))
+        save(report=str(fullgraph_compile.report()))
+    batches = prompt_batches()
+    if name == "disabled":
+        save(alone=route.answer([[prompt] for batch in batches for prompt in batch])[0])
+    answers, replayed = route.answer(batches)
+    save(answers=answers, replayed=replayed[True], batches=sum(replayed.values()))
     os._exit(0)
 
 
@@ -293,25 +304,65 @@ def compare(results: dict[str, Any], name: str) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
+    """What is known: a route that ended early has gaps."""
     names = list(results)
     lines = [f"| batch | {' | '.join(names)} | ours to the best of SGLang's |", "|---" * (len(names) + 2) + "|"]
     for requests, tokens in SHAPES:
         shape = f"{requests}x{tokens}"
-        times = {n: results[n]["times"][shape]["ms"] for n in names}
+        times = {n: results[n]["times"][shape]["ms"] for n in names if shape in results[n]["times"]}
         others = [t for n, t in times.items() if not n.startswith("ours")]
         factor = f"{min(others) / times['ours']:.3f}" if "ours" in times and others else "-"
-        lines.append(f"| {shape} | {' | '.join(f'{times[n]:.3f}' for n in names)} | {factor} |")
+        cells = " | ".join(f"{times[n]:.3f}{eager_mark(n, results[n], shape)}" if n in times else "-" for n in names)
+        lines.append(f"| {shape} | {cells} | {factor} |")
     rows = {"start-up, s": "start_up_s", "capture, s": "capture_s", "graphs, GiB": "graph_gib"}
     for title, key in rows.items():
         lines.append(f"| {title} | {' | '.join(f'{results[n][key]:.2f}' for n in names)} | |")
     for part in ("staging_ms", "graph_ms"):
         for requests, tokens in SHAPES:
             shape = f"{requests}x{tokens}"
-            values = [results[n]["times"][shape].get(part) for n in names]
+            values = [results[n]["times"].get(shape, {}).get(part) for n in names]
             if any(v is not None for v in values):
                 cells = " | ".join("-" if v is None else f"{v:.3f}" for v in values)
                 lines.append(f"| {part[:-3]} of {shape} | {cells} | |")
     return "\n".join(lines)
+
+
+def eager_mark(name: str, result: dict[str, Any], shape: str) -> str:
+    return "" if name == "disabled" or result["times"][shape]["replayed"] else " (eager)"
+
+
+def comparisons(results: dict[str, Any]) -> list[str]:
+    complete = {n for n, r in results.items() if "answers" in r}
+    if not {"full", "disabled"} <= complete:
+        return []
+    return [compare(results, name) for name in results if name.startswith("ours") and name in complete]
+
+
+def run(name: str, folder: Path, cpu: bool, seconds: float) -> int | str:
+    """One route in its own process; its exit code, or that it took too long."""
+    options = ROUTES[name][1]
+    env = {
+        **os.environ, "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+        "FULLGRAPH_COMPILE_SGLANG": "0" if options is None or cpu else "strict",
+        "FULLGRAPH_COMPILE_SGLANG_OPTIONS": json.dumps(options or {}),
+    }  # fmt: skip
+    command = [sys.executable, __file__, "--only", name, "--out", str(folder), *["--cpu"] * cpu]
+    return finish(command, env, folder / "log.txt", seconds)
+
+
+def finish(command: list[str], env: dict[str, str], log: Path, seconds: float) -> int | str:
+    """Run a command with all that it starts, its output in a file; its exit code, or that it took too long."""
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"no end within {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def main() -> None:
@@ -320,44 +371,38 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder for results and logs")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without graphs: tries this script, no more")
     parser.add_argument("--only", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    parser.add_argument("--limit", type=float, default=560, help="seconds for all routes (default: %(default)g)")
+    arguments, begin = parser.parse_args(), time.perf_counter()
     out = arguments.out or Path(tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
     if arguments.only:
         run_route(arguments.only, out / "result.json", arguments.cpu)
     results: dict[str, Any] = {}
     for name in arguments.routes.split(";"):
-        options, start = ROUTES[name][1], time.perf_counter()
+        start = time.perf_counter()
+        left = arguments.limit - (start - begin)
+        if left < LEAST_SECONDS:
+            print(f"{name}: not run, {left:.0f} s are left", flush=True)
+            continue
         folder = out / name.replace(" ", "_").replace(",", "").replace("'", "")
         folder.mkdir(exist_ok=True)
-        env = {
-            **os.environ, "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
-            "FULLGRAPH_COMPILE_SGLANG": "0" if options is None or arguments.cpu else "strict",
-            "FULLGRAPH_COMPILE_SGLANG_OPTIONS": json.dumps(options or {}),
-        }  # fmt: skip
-        command = [sys.executable, __file__, "--only", name, "--out", str(folder), *["--cpu"] * arguments.cpu]
-        with open(folder / "log.txt", "w") as log:
-            code = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
-        if code or not (folder / "result.json").exists():
-            print(f"{name}: failed with exit code {code}; the end of its log:", flush=True)
-            print("\n".join((folder / "log.txt").read_text().splitlines()[-40:]), flush=True)
+        (folder / "result.json").unlink(missing_ok=True)
+        ended = run(name, folder, arguments.cpu, left)
+        log = (folder / "log.txt").read_text(errors="replace").splitlines()
+        if ended != 0:
+            print(f"{name}: failed ({ended}); the end of its log:\n" + "\n".join(log[-40:]), flush=True)
+        if not (folder / "result.json").exists():
             continue
         results[name] = json.loads((folder / "result.json").read_text())
-        times = {shape: round(t["ms"], 2) for shape, t in results[name]["times"].items()}
-        print(f"{name}: {time.perf_counter() - start:.0f} s, {times}", flush=True)
-        for line in (folder / "log.txt").read_text().splitlines():
+        print(f"\n{name}: {time.perf_counter() - start:.0f} s; {results[name]['versions']}", flush=True)
+        for line in log:
             if "fullgraph_compile" in line or "prefill attention is planned" in line:
-                print("   ", line[:600], flush=True)
+                print("   ", line[:900], flush=True)
+        print(table(results), flush=True)
+    (out / "results.json").write_text(json.dumps(results))
     if not results:
         sys.exit(1)
-    print()
-    print(next(iter(results.values()))["versions"])
-    print(table(results))
-    print()
-    for name in results:
-        if name.startswith("ours") and {"full", "disabled"} <= results.keys():
-            print(compare(results, name))
+    print("\n" + "\n".join(comparisons(results)))
     for name, result in results.items():
         if "report" in result:
             print(f"\n{name}\n{result['report']}")

@@ -42,7 +42,8 @@ class Double:
         double = self
 
         def start(self: Any, runner: Any, **kwargs: Any) -> None:
-            self._graphs, self._outputs, self._cuda_graph_runner = {}, {}, runner
+            # Nothing that only some releases keep.
+            self._graphs, self._outputs, self._doubled = {}, {}, runner
 
         @contextlib.contextmanager
         def capture_session(self: Any, stream: Any) -> Iterator[None]:
@@ -57,7 +58,7 @@ class Double:
 
         def replay(self: Any, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
             double.events.append(("replay", int(shape_key.size)))
-            return double.run(self._graphs[shape_key], self._cuda_graph_runner.layer_model, static_forward_batch)
+            return double.run(self._graphs[shape_key], self._doubled.layer_model, static_forward_batch)
 
         Full.__init__, Full.capture_session, Full.capture_one, Full.replay = start, capture_session, capture_one, replay
         runners.graph_capture = lambda *args, **kwargs: contextlib.nullcontext(SimpleNamespace(stream=None))

@@ -45,6 +45,11 @@ def test_strict_ends_sglang_where_the_body_is_not_compiled(facts: dict[str, Any]
     assert "rel_bias, which is unknown" in facts["unknown keyword, strict"]["error"]
 
 
+def test_a_stream_for_work_beside_the_main_one_is_not_traced(facts: dict[str, Any]) -> None:
+    told = facts["a second stream"]
+    assert told["compiles"] == 1 and told["served"] == [[True, True]] * 2 and told["kept"]
+
+
 def test_attention_modules_that_share_a_layer_number_are_told_apart(facts: dict[str, Any]) -> None:
     told = facts["two modules of one layer"]
     assert told["sites"] == 4 and told["compiles"] == 1 and told["served"] == [[True, True]] * 2

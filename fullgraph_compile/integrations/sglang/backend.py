@@ -25,18 +25,19 @@ def backend_class(base: Any) -> Any:
         """Captures the compiled body; how a graph is recorded, kept and replayed stays SGLang's own.
 
         Attributes:
+            runner: SGLang's prefill runner; not each release's backend keeps it.
             report: what was compiled, captured, replayed and not.
             session: the last capture.
         """
 
+        runner: Any
         report: Report
         session: CaptureSession
         settings: Settings
 
         @contextmanager
         def capture_session(self, stream: Any) -> Iterator[None]:
-            runner = self._cuda_graph_runner
-            report = self.report
+            runner, report = self.runner, self.report
             self.session = CaptureSession(runner.layer_model, self.settings, report)
             if self.settings.plan == "host":
                 host_plan.install(prefill_attention(runner.model_runner.attn_backend), runner)
@@ -51,13 +52,13 @@ def backend_class(base: Any) -> Any:
 
         def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
             result = super().replay(shape_key, static_forward_batch, **kwargs)
-            self.report.replayed(int(shape_key.size), int(self._cuda_graph_runner.raw_num_tokens))
+            self.report.replayed(int(shape_key.size), int(self.runner.raw_num_tokens))
             return result
 
     return FullPrefillCompileBackend
 
 
-def adopt(backend: Any, settings: Settings, report: Report) -> Any:
+def adopt(backend: Any, runner: Any, settings: Settings, report: Report) -> Any:
     """Turn the backend that SGLang made into ours; any other than the full one is left as it is.
 
     The class is changed in place, so that whatever SGLang gave its constructor holds.
@@ -67,5 +68,5 @@ def adopt(backend: Any, settings: Settings, report: Report) -> Any:
         return backend
     made: Any = type(backend)
     backend.__class__ = backend_class(made)
-    backend.settings, backend.report = settings, report
+    backend.runner, backend.settings, backend.report = runner, settings, report
     return backend

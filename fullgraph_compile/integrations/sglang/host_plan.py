@@ -97,6 +97,10 @@ class HostPlans:
             wrappers = self.attention._create_full_cg_prefill_wrappers(slots, bucket)
         else:
             wrappers = [_twin(w, self.attention.prefill_backend) for w in next(iter(self._wrappers.values()))]
+        if self._blocks is None:
+            # Now, as pinning memory waits for the device.
+            self._blocks = _Blocks(wrappers[0].device)
+            self._blocks.reserve(wrappers[0]._pin_memory_int_workspace_buffer.numel())
         for wrapper in wrappers:
             wrapper.begin_forward = types.MethodType(self._begin, wrapper)
         return list(wrappers)
@@ -126,9 +130,7 @@ class HostPlans:
         self, wrapper: Any, new: Sequence[int], lengths: Sequence[int], heads: int, kv_heads: int, head_size: int,
         window: int,
     ) -> list[int]:  # fmt: skip
-        if self._blocks is None:
-            self._blocks = _Blocks(wrapper.device)
-            self._blocks.reserve(wrapper._pin_memory_int_workspace_buffer.numel())
+        assert self._blocks is not None
         with self._blocks.next() as pinned:
             info = wrapper._cached_module.plan(
                 wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, pinned, _offsets(new),

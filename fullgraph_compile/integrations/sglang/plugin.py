@@ -55,7 +55,7 @@ class Plugin:
         backend = original(cuda_graph_runner)
         if self.building is None:
             return backend
-        return adopt(backend, self.settings, self.building)
+        return adopt(backend, cuda_graph_runner, self.settings, self.building)
 
     def capture(self, original: Callable[..., Any], *, model_runner: Any, eager_runner: Any, **kwargs: Any) -> Any:
         """Capture prefill; where no graph may be captured, say why and let SGLang run prefill eagerly."""

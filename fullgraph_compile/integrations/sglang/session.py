@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from fullgraph_compile.compilers import warm_workers
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.sglang.attention import Sites, hooked_forward, replaced
 from fullgraph_compile.integrations.sglang.body import CompiledForward, NotCompiled, difference, without_empty_list
@@ -49,6 +50,9 @@ class CaptureSession:
     def active(self) -> Iterator[None]:
         """For the time of the capture: SGLang captures what ``body.forward`` computes then."""
         attention = find(ATTENTION)
+        parameter = next(self.body.parameters(), None)
+        if parameter is not None:
+            warm_workers(self.settings.compiler, parameter.device)
         self._sites = sites = Sites(attention.forward, attention_context(), find(CURRENT_ATTENTION))
         self._original = self.body.forward
         # SGLang reads the signature of the body's forward.
@@ -77,11 +81,14 @@ class CaptureSession:
         try:
             if self._sites.refused:
                 raise NotCompiled(Reason.UNMARKED, "; ".join(dict.fromkeys(self._sites.refused)))
-            self._stack.enter_context(traceable(self.body))
-            output = self._compile(args, kwargs)
-            wrong = difference(output, expected)
-            if wrong is not None:
-                raise NotCompiled(Reason.NOT_COMPILED, f"the compiled body is wrong: {wrong}")
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(traceable(self.body))
+                output = self._compile(args, kwargs)
+                wrong = difference(output, expected)
+                if wrong is not None:
+                    raise NotCompiled(Reason.NOT_COMPILED, f"the compiled body is wrong: {wrong}")
+                # Dynamo's guards are asked until the capture ends; what is not compiled is captured with SGLang's ops.
+                self._stack.enter_context(stack.pop_all())
         except NotCompiled as error:
             self._compiled = None
             self._give_up(error)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullgraph_compile.integrations.sglang.attention import replaced
@@ -20,6 +21,7 @@ _STRUCTS = (
     f"{ROOT}layers.layer_boundary.residual.stream.Contribution",
     f"{ROOT}layers.layer_boundary.exit.ExitDecision",
 )
+_STREAMS = (torch.Stream, torch.cuda.Stream)
 # Questions whose other answer leads to a kernel of SGLang's own, which no compiler could fuse, or to a second stream.
 _ANSWERS: dict[str, Any] = {
     "can_use_fused_inplace_qknorm": lambda *args, **kwargs: False,
@@ -41,6 +43,10 @@ def traceable(body: nn.Module) -> Iterator[None]:
             struct = find(target)
             if struct is not None:
                 _replace_everywhere(stack, struct, plain_class(struct))
+        for module in body.modules():
+            # For work beside the main stream.  A trace has one stream, and Dynamo would record the object as a node.
+            for name in [n for n, value in vars(module).items() if isinstance(value, _STREAMS)]:
+                stack.enter_context(replaced(module, name, None))
         stack.enter_context(_native_ops(body))
         yield
 
