@@ -154,7 +154,7 @@ def time_of(call: Callable[[], object], layers: int, calls: int) -> float:
     found = []
     for _ in range(calls):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(6_000_000)  # longer than a slow host takes to queue a call
         start.record()
         call()
         end.record()

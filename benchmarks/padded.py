@@ -16,7 +16,7 @@ import argparse
 import copy
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from fullgraph_compile.bench.models import DTYPES, PRESETS
 from fullgraph_compile.bench.timing import machine, median_ms
 
 console = Console(width=130)
-ROUTES = ("eager", "compile", "reduce-overhead", "full_prefill")
+ROUTES = ("eager", "full_prefill", "compile", "reduce-overhead")
 MODELS = ("qwen3-0.6b", "qwen3-8b", "minilm")
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -44,12 +44,14 @@ def main() -> None:
         for dtype in args.dtypes:
             torch.manual_seed(0)
             random.seed(0)
-            rows = measure(name, DTYPES[dtype], device, args)
-            found["rows"] += rows
+            rows: list[dict[str, Any]] = []
+            found["rows"].append(rows)
+            for row in measure(name, DTYPES[dtype], device, args):  # kept at once: a later route may take too long
+                rows.append(row)
+                if args.json:
+                    with open(args.json, "w") as file:
+                        json.dump(found, file, indent=1)
             console.print(show(f"{name}, {dtype}", rows))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
 
 
 def build(name: str, dtype: torch.dtype, device: torch.device, layers: int | None) -> nn.Module:
@@ -75,20 +77,17 @@ def routes(model: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
     """The model by each route; all share its weights but the last, whose projections are fused."""
     made: dict[str, nn.Module] = {}
     for route in args.routes:
-        if route == "full_prefill":
-            continue
-        # Not a copy: a module that torch.compile wraps stays as it is.
-        made[route] = model if route == "eager" else torch.compile(model, **modes(route))
-    if "full_prefill" in args.routes:
-        ours = copy.deepcopy(model)
-        gpu = next(model.parameters()).is_cuda
-        options: dict[str, Any] = {} if gpu else {"graphs": "tape", "compiler": "eager"}
-        made["full_prefill"] = fgc.compile(ours, max_tokens=args.max_tokens, max_padding=4.0, **options)
+        if route == "eager":
+            made[route] = model
+        elif route == "full_prefill":
+            gpu = next(model.parameters()).is_cuda
+            options: dict[str, Any] = {} if gpu else {"graphs": "tape", "compiler": "eager"}
+            made[route] = fgc.compile(copy.deepcopy(model), max_tokens=args.max_tokens, max_padding=4.0, **options)
+        else:
+            # Not a copy: a module that torch.compile wraps stays as it is.  One symbolic graph serves every shape, as
+            # the widths of padded batches do not repeat.
+            made[route] = torch.compile(model, dynamic=True, mode=None if route == "compile" else route)
     return made
-
-
-def modes(route: str) -> dict[str, Any]:
-    return {"dynamic": True} if route == "compile" else {"mode": "reduce-overhead", "dynamic": False}
 
 
 def batch_of(requests: int, name: str, device: torch.device, args: argparse.Namespace) -> dict[str, Tensor]:
@@ -102,14 +101,14 @@ def batch_of(requests: int, name: str, device: torch.device, args: argparse.Name
     return {"input_ids": torch.randint(5, 1000, mask.shape, device=device) * mask, "attention_mask": mask}
 
 
-def measure(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = build(name, dtype, device, args.layers)
     extra = {} if name == "minilm" else {"logits_to_keep": 1, "use_cache": False}
     made = routes(model, args)
     batches = {n: [batch_of(n, name, device, args) for _ in range(8)] for n in args.batches}
-    rows = []
     for route, one in made.items():
-        for requests, inputs in tqdm(batches.items(), desc=f"{name} {route}", leave=False):
+        own = {n: batches[n] for n in args.batches if route in ("eager", "full_prefill") or n in args.rivals}
+        for requests, inputs in tqdm(own.items(), desc=f"{name} {route}", leave=False):
 
             def call(i: Tensor, one: nn.Module = one, inputs: list[dict[str, Tensor]] = inputs) -> Tensor:
                 with torch.inference_mode():
@@ -126,8 +125,7 @@ def measure(name: str, dtype: torch.dtype, device: torch.device, args: argparse.
             if before is not None:
                 replays, calls, real, padded = (b - a for a, b in zip(before, calls_of(one), strict=True))
                 row["replayed"], row["bucket_padding"] = replays / calls, padded / max(1, real + padded)
-            rows.append(row)
-    return rows
+            yield row
 
 
 def difference(
@@ -172,6 +170,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("models", nargs="+", choices=MODELS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument(
+        "--rivals", nargs="+", type=int, default=[1, 8, 32, 128], help="batches that torch.compile is timed with, too"
+    )
     parser.add_argument("--prompt", type=int, default=30, help="tokens of a decoder's batch of one")
     parser.add_argument("--routes", nargs="+", choices=ROUTES, default=list(ROUTES))
     parser.add_argument("--max-tokens", type=int, default=4096)

@@ -51,7 +51,7 @@ class KernelConfig:
     stages: int
     chunk: int = 0
     chunks: int = 1
-    programs: int = 2
+    programs: int = 4
     one_loop: bool = False
 
 
@@ -73,7 +73,8 @@ def choose_config(site: AttentionSite, tokens: int, max_k: int, processors: int,
         chunks = max(2, min(_MAX_CHUNKS, _power(4 * processors // tiles)))
         if max_k <= chunk:
             chunk, chunks = 0, 1
-    programs, one_loop = 2, rows <= _FEW_ROWS
+    # As many programs as the registers let run at once.
+    programs, one_loop = 4, rows <= _FEW_ROWS
     if one_loop:
         block_m, block_n, stages = 16, 32, 2
         if chunk:  # long keys are then read by as many programs as fit at once

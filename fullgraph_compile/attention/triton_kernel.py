@@ -103,7 +103,7 @@ def _attend(
 
 
 @triton.jit
-def _finish(out, sinks, acc, top, total, row, head, valid, V_SIZE: tl.constexpr, V_PADDED: tl.constexpr):
+def _finish(out, sinks, acc, top, total, row, head, valid, columns, V_SIZE: tl.constexpr):
     """Divide by the weights' sum, the sink's weight in it, and write; zeros in rows that saw no key."""
     if sinks is not None:
         sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
@@ -111,7 +111,6 @@ def _finish(out, sinks, acc, top, total, row, head, valid, V_SIZE: tl.constexpr,
         total += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
     empty = top == float("-inf")
     result = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
-    columns = tl.arange(0, V_PADDED)
     mask = valid[:, None] & (columns < V_SIZE)[None, :]
     tl.store(out + row[:, None] * V_SIZE + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
 
@@ -193,24 +192,27 @@ def _work(
                     EDGE, PRECISION,
                 )  # fmt: skip
             edge = inner + tl.maximum(tl.minimum(all_high, high) - inner, 0) // BLOCK_N * BLOCK_N
-            acc, top, total = _attend(
-                acc, top, total, queries, k, v, table, inner, edge, first, end, own, slope, scale, softcap,
-                k_page, k_row, v_page, v_row, False, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
-                BLOCK_N, PRECISION,
-            )  # fmt: skip
-            acc, top, total = _attend(
-                acc, top, total, queries, k, v, table, edge, high, first, end, own, slope, scale, softcap,
-                k_page, k_row, v_page, v_row, True, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
-                EDGE, PRECISION,
-            )  # fmt: skip
+            if edge > inner:  # beside a loop of no turns stands what it reads ahead
+                acc, top, total = _attend(
+                    acc, top, total, queries, k, v, table, inner, edge, first, end, own, slope, scale, softcap,
+                    k_page, k_row, v_page, v_row, False, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
+                    BLOCK_N, PRECISION,
+                )  # fmt: skip
+            if high > edge:
+                acc, top, total = _attend(
+                    acc, top, total, queries, k, v, table, edge, high, first, end, own, slope, scale, softcap,
+                    k_page, k_row, v_page, v_row, True, SOFTCAP, SLOPES, PAGE_SIZE, SIZE, PADDED, V_SIZE, V_PADDED,
+                    EDGE, PRECISION,
+                )  # fmt: skip
 
         out_row = row * (KV_HEADS * GROUP) + query_head
+        v_columns = tl.arange(0, V_PADDED)
         if not SPLIT:  # noqa: SIM114  (the other branches must not be compiled then)
-            _finish(out, sinks, acc, top, total, out_row, query_head, valid, V_SIZE, V_PADDED)
+            _finish(out, sinks, acc, top, total, out_row, query_head, valid, v_columns, V_SIZE)
         elif active == 1:
-            _finish(out, sinks, acc, top, total, out_row, query_head, valid, V_SIZE, V_PADDED)
+            _finish(out, sinks, acc, top, total, out_row, query_head, valid, v_columns, V_SIZE)
         else:
-            v_columns = tl.arange(0, V_PADDED)
+            V_STEP: tl.constexpr = V_PADDED if V_PADDED < 32 else 32
             part_mask = valid[:, None] & (v_columns < V_SIZE)[None, :]
             part_row = here.to(tl.int64) * part_rows + out_row
             tl.store(parts + part_row[:, None] * V_SIZE + v_columns[None, :], acc, mask=part_mask)
@@ -222,23 +224,27 @@ def _work(
             before = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
             if before == active - 1:
                 tl.store(count, 0)  # as the next launch needs it
-                acc = tl.zeros([BLOCK_M, V_PADDED], tl.float32)
-                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
-                part_row = out_row
-                for _ in range(active):
-                    part_at = parts + part_row[:, None] * V_SIZE + v_columns[None, :]
-                    part = tl.load(part_at, mask=part_mask, other=0.0, cache_modifier=".cg")
-                    peak = tl.load(stats + part_row * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
-                    part_total = tl.load(stats + part_row * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
-                    highest = tl.maximum(top, peak)
-                    shift = tl.where(highest == float("-inf"), 0.0, highest)
-                    fade, share = tl.exp2(top - shift), tl.exp2(peak - shift)
-                    acc = acc * fade[:, None] + part * share[:, None]
-                    total = total * fade + part_total * share
-                    top = highest
-                    part_row += part_rows
-                _finish(out, sinks, acc, top, total, out_row, query_head, valid, V_SIZE, V_PADDED)
+                # Some columns at a time: whole rows of two parts would not fit the registers.
+                for column in tl.static_range(0, V_PADDED, V_STEP):
+                    some = column + tl.arange(0, V_STEP)
+                    some_mask = valid[:, None] & (some < V_SIZE)[None, :]
+                    sums = tl.zeros([BLOCK_M, V_STEP], tl.float32)
+                    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    total = tl.zeros([BLOCK_M], tl.float32)
+                    part_row = out_row
+                    for _ in range(active):
+                        part_at = parts + part_row[:, None] * V_SIZE + some[None, :]
+                        part = tl.load(part_at, mask=some_mask, other=0.0, cache_modifier=".cg")
+                        peak = tl.load(stats + part_row * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
+                        part_total = tl.load(stats + part_row * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+                        highest = tl.maximum(top, peak)
+                        shift = tl.where(highest == float("-inf"), 0.0, highest)
+                        fade, share = tl.exp2(top - shift), tl.exp2(peak - shift)
+                        sums = sums * fade[:, None] + part * share[:, None]
+                        total = total * fade + part_total * share
+                        top = highest
+                        part_row += part_rows
+                    _finish(out, sinks, sums, top, total, out_row, query_head, valid, some, V_SIZE)
 
 
 @triton.jit
