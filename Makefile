@@ -64,7 +64,7 @@ score: $(VENV)/.demo ## set up, then score a real text with SmolLM2 and compare 
 	HF_HUB_OFFLINE=1 $(PY) examples/score.py
 
 test: $(VENV)/.test ## set up, then run the suite that needs no GPU
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not gpu" -n $(JOBS) $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not gpu" -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.test ## set up, then run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -m gpu $(PYTEST_ARGS)

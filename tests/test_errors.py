@@ -120,21 +120,25 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 NEED_THE_MODEL = ("unknown attention", "attention that cannot run here", "GPU graphs on a CPU")
 
 
+# Those that are found later than the others, each alone; the others one after the other on one module.
+BY_MODULE = {case: [case] for case in NEED_THE_MODEL} | {"others": [c for c in BAD_OPTIONS if c not in NEED_THE_MODEL]}
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_a_bad_option_is_an_error_at_the_first_call_at_the_latest(case: str, way: str) -> None:
-    options, error, says = BAD_OPTIONS[case]
-    # These need the model, so they are found later than the others.
-    module = MODELS["Llama" if way == "compile" and case in NEED_THE_MODEL else "T2"]()
+@pytest.mark.parametrize("cases", BY_MODULE.values(), ids=BY_MODULE)
+def test_a_bad_option_is_an_error_at_the_first_call_at_the_latest(cases: list[str], way: str) -> None:
+    module = MODELS["Llama" if way == "compile" and cases[0] in NEED_THE_MODEL else "T2"]()
     eager = copy.deepcopy(module)
-    with unchanged(module):
-        # Dynamo wraps what a backend raises: the user of torch.compile sees our text in its exception.
-        with pytest.raises(error if way == "compile" else BackendCompilerFailed) as raised:
-            call(compiled(way, module, options), [9])
-        fgc.close(module)  # where the error came at the first call, the module was compiled already
-    for text in says:
-        assert text in str(raised.value)
-    torch._dynamo.reset()
+    for case in cases:
+        options, error, says = BAD_OPTIONS[case]
+        with unchanged(module):
+            # Dynamo wraps what a backend raises: the user of torch.compile sees our text in its exception.
+            with pytest.raises(error if way == "compile" else BackendCompilerFailed) as raised:
+                call(compiled(way, module, options), [9])
+            fgc.close(module)  # where the error came at the first call, the module was compiled already
+        for text in says:
+            assert text in str(raised.value), case
+        torch._dynamo.reset()
     check_good_calls(compiled(way, module, GOOD), eager)
 
 
