@@ -41,6 +41,7 @@ class Report:
         forecast_bytes: what it was forecast to take before anything was captured; 0 where it was not.
         cut: which buckets ``memory_budget`` left out, in words.
         ladder: what was measured and chosen under ``buckets="measured"``.
+        routes: which way each bucket runs, with what was measured, in words; empty where nothing was.
         device_reads: calls that had to read positions from the device to tell requests apart.
         ready: whether every bucket is captured or turned off.
     """
@@ -63,6 +64,7 @@ class Report:
     forecast_bytes: int = 0
     cut: str = ""
     ladder: MeasuredLadder | None = None
+    routes: tuple[str, ...] = ()
     device_reads: int = 0
     ready: bool = False
 
@@ -122,6 +124,7 @@ class Report:
         lines += [f"  {line}" for line in (self.ladder.summary().splitlines() if self.ladder else ())]
         if self.cut:
             lines.append(f"  {self.cut}")
+        lines += [f"  {line}" for line in self.routes]
         replays, fallbacks = sum(self.replays.values()), sum(self.fallbacks.values())
         if replays + fallbacks:
             lines.append(f"  calls: {replays} replayed, {fallbacks} not ({self.device_reads} read positions)")

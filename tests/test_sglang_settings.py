@@ -29,8 +29,8 @@ def test_switch_and_options_are_read() -> None:
     assert read("1") == Settings(on=True)
     assert read("strict") == Settings(on=True, strict=True)
     assert read("1", {"strict": True}).strict
-    given = read("1", {"compiler": "eager", "unsafe": "error", "plan": "sglang"})
-    assert given == Settings(on=True, compiler="eager", unsafe="error", plan="sglang")
+    given = read("1", {"compiler": "eager", "unsafe": "error", "plan": "sglang", "measured_routes": False})
+    assert given == Settings(on=True, compiler="eager", unsafe="error", plan="sglang", measured_routes=False)
     assert given.compile_options.compiler == "eager" and given.compile_options.unsafe == "error"
 
 
@@ -48,6 +48,7 @@ def test_the_packages_own_switch_turns_the_plugin_off(monkeypatch: pytest.Monkey
         ("1", {"compilr": "eager"}, "did you mean 'compiler'? Valid options: strict, compiler, unsafe, plan"),
         ("1", {"compiler": "nvcc"}, '"inductor", "aot_eager", "eager"'),
         ("1", {"strict": 1}, "true, false"),
+        ("1", {"measured_routes": "yes"}, "true, false"),
         ("1", {"fuse_projections": True}, "merged already"),
         ("1", {"buckets": [16]}, "--cuda-graph-bs-prefill"),
         ("1", {"request_slots": 16}, "full_prefill_max_req"),

@@ -22,6 +22,10 @@ VARIABLE = "SGLANG_FULL_DOUBLE"
 """JSON: buckets (token counts), slots (request slots; null = SGLang's own rule), static (attention has metadata)."""
 
 
+class Recorded(dict[str, Any]):
+    """A "graph": what was captured; a plain dict could not be watched for its end."""
+
+
 class Double:
     """The doubles, and what they saw.
 
@@ -54,7 +58,7 @@ class Double:
                 double._last.clear()
                 double.events.append(("body", int(shape_key.size)))
                 forward_fn()
-            self._graphs[shape_key] = dict(double._last)
+            self._graphs[shape_key] = Recorded(double._last)
 
         def replay(self: Any, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
             double.events.append(("replay", int(shape_key.size)))

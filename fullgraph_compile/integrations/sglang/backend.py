@@ -28,12 +28,14 @@ def backend_class(base: Any) -> Any:
             runner: SGLang's prefill runner; not each release's backend keeps it.
             report: what was compiled, captured, replayed and not.
             session: the last capture.
+            eager: buckets that run without a graph as that was measured to be faster, and the measurement in words.
         """
 
         runner: Any
         report: Report
         session: CaptureSession
         settings: Settings
+        eager: dict[int, str]
 
         @contextmanager
         def capture_session(self, stream: Any) -> Iterator[None]:
@@ -48,7 +50,8 @@ def backend_class(base: Any) -> Any:
             report.buckets = tuple(sorted({int(key.size) for key in self._graphs}))
             report.slots = int(runner._capture_req_slots)
             report.ready = True
-            count_fallbacks(runner, report)
+            self.eager = {}
+            count_fallbacks(runner, report, self.eager)
 
         def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
             result = super().replay(shape_key, static_forward_batch, **kwargs)

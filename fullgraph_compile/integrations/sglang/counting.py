@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fullgraph_compile.dispatch import Reason
@@ -38,13 +38,21 @@ def _given(value: Any) -> bool:
     return any(x is not None for x in value) if isinstance(value, (list, tuple)) else value is not None
 
 
-def count_fallbacks(runner: Any, report: Report) -> None:
-    """Count the batches that the runner sends to eager, by reason."""
+def count_fallbacks(runner: Any, report: Report, eager: Mapping[int, str]) -> None:
+    """Count the batches that the runner sends to eager, by reason.
+
+    Args:
+        eager: buckets that run without a graph, and why.
+    """
     decide: Callable[[Any], bool] = runner.can_run_graph
 
     def can_run_graph(batch: Any) -> bool:
         if decide(batch):
-            return True
+            bucket = next(b for b in runner.capture_num_tokens if b >= len(batch.input_ids))
+            if bucket not in eager:
+                return True
+            report.fell_back(Reason.CROSSOVER, eager[bucket])
+            return False
         # Verifying a draft is decode's business.
         if not batch.forward_mode.is_target_verify():
             report.fell_back(*reason_of(runner, batch))
@@ -76,6 +84,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "compiles": report.compiles,
         "compile_seconds": round(report.compile_seconds, 3),
         "capture_seconds": round(report.capture_seconds, 3),
+        "measured_routes": list(report.routes),
         "replays": {str(bucket): count for bucket, count in sorted(report.replays.items())},
         "padded_rows": {str(bucket): count for bucket, count in sorted(report.padding.items())},
         "fallbacks": {reason.value: count for reason, count in report.fallbacks.items()},

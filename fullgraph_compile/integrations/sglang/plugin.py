@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fullgraph_compile.dispatch import Reason
-from fullgraph_compile.integrations.sglang import release
+from fullgraph_compile.integrations.sglang import release, routes
 from fullgraph_compile.integrations.sglang.backend import adopt
 from fullgraph_compile.integrations.sglang.counting import as_json, count_all
 from fullgraph_compile.integrations.sglang.metadata import check_attention, describe_attention
@@ -103,6 +104,8 @@ class Plugin:
             log.warning("%s: %s", report.name, detail)
             return
         report.graph_bytes = int(result.memory_usage_gb * 2**30)
+        if not session.failed and self.settings.measured_routes:
+            self._choose_routes(result.runner, model_runner, eager_runner, report)
         what = "the body as SGLang has it" if session.failed else f"{self.settings.compiler}, {report.compiles} trace"
         log.info(
             "fullgraph_compile %s on SGLang %s: %s: %s; %d attention sites, %d buckets %s, %d request slots, "
@@ -111,6 +114,25 @@ class Plugin:
             len(report.buckets), list(report.buckets), report.slots, len(backend._graphs), report.proof,
             report.compile_seconds, report.capture_seconds,
         )  # fmt: skip
+
+    def _choose_routes(self, runner: Any, model_runner: Any, eager_runner: Any, report: Report) -> None:
+        """Time each bucket's ways, and take the best.  What fails here leaves every bucket with the compiled body."""
+        why = routes.unmeasurable(runner)
+        if why is not None:
+            log.info("%s: buckets are not timed: %s", report.name, why)
+            return
+        start, free = time.perf_counter(), routes.free_memory()
+        try:
+            times, theirs = routes.measure(model_runner, eager_runner, runner)
+        except Exception as error:
+            log.warning("%s: buckets could not be timed, each keeps the compiled body: %r", report.name, error)
+            return
+        finally:
+            report.replays.clear()
+            report.padding.clear()
+        routes.settle(runner.backend, theirs, times, report)
+        report.graph_bytes = max(0, report.graph_bytes + free - routes.free_memory())
+        log.info("%s: measured in %.1f s: %s", report.name, time.perf_counter() - start, "; ".join(report.routes))
 
     def _eager(self, model_runner: Any, eager_runner: Any, reason: Reason, detail: str, report: Report) -> Any:
         log.warning("%s runs eagerly: %s: %s", report.name, reason.value, detail)

@@ -50,6 +50,8 @@ class Settings:
             exact sizes; "error" ends SGLang.
         plan: who plans FlashInfer's prefill: "host" = the plugin, from lengths on the host, with a plan for each
             bucket; "sglang" = SGLang as it is.
+        measured_routes: time each bucket once after the capture, and let one that the compiled body is slower in take
+            SGLang's own graph, or none.
     """
 
     on: bool = False
@@ -57,6 +59,7 @@ class Settings:
     compiler: str = "inductor"
     unsafe: str = "compiled"
     plan: str = "host"
+    measured_routes: bool = True
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -96,7 +99,8 @@ def _options(text: str) -> dict[str, Any]:
 
 
 def _check(name: str, value: Any) -> None:
-    valid = {"strict": (True, False), "compiler": COMPILERS, "unsafe": UNSAFE, "plan": PLANS}
+    switch = (True, False)
+    valid = {"strict": switch, "compiler": COMPILERS, "unsafe": UNSAFE, "plan": PLANS, "measured_routes": switch}
     if name in _ELSEWHERE:
         raise BadSetting(f"{OPTIONS}: {name!r} is set by {_ELSEWHERE[name]}")
     if name in _MEANINGLESS:
