@@ -56,8 +56,10 @@ def spans_of(mask: Tensor) -> Spans:
         NotServed: a row's real tokens are not one run, so the mask is not padding.
     """
     real = (mask != 0).numpy()
-    starting = np.diff(real, axis=1, prepend=False) & real
-    rows = np.flatnonzero(starting.sum(axis=1) > 1)
+    if real.all():
+        return right_padded([real.shape[1]] * len(real), real.shape[1])
+    runs = np.count_nonzero(real[:, 1:] > real[:, :-1], axis=1) + real[:, 0]
+    rows = np.flatnonzero(runs > 1)
     if len(rows):
         raise NotServed(Reason.MASK, f"attention_mask has holes in row {rows[0]}: its real tokens are not one run")
     lengths, starts = real.sum(axis=1), real.argmax(axis=1)
