@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import json
 import logging
 import os
+import pstats
 import signal
 import statistics
 import subprocess
@@ -187,6 +189,47 @@ class Route:
             del backend.replay
         return result
 
+    def profile(self, out: Path) -> None:
+        """Where the host's time of a call goes: staging's three parts, then every function."""
+        batch = self.batch(random_prompts([30], seed=30))
+        runner, attention = self.runner.prefill_cuda_graph_runner, self.runner.attn_backend
+        spent: Counter[str] = Counter()
+
+        def clocked(holder: Any, name: str) -> None:
+            inner = getattr(holder, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                begin = time.perf_counter()
+                result = inner(*args, **kwargs)
+                spent[name] += time.perf_counter() - begin
+                return result
+
+            setattr(holder, name, call)
+
+        def calls() -> None:
+            with self.torch.no_grad():
+                for _ in range(50):
+                    self.runner.forward(batch)
+                    self.synchronize()
+
+        calls()
+        profiler = cProfile.Profile()
+        profiler.runcall(calls)
+        if hasattr(runner, "load_batch") and hasattr(attention, "init_forward_metadata_out_graph"):
+            clocked(runner, "load_batch")
+            clocked(runner, "execute")
+            clocked(attention, "init_forward_metadata_out_graph")
+            updater = getattr(attention, "indices_updater_prefill", None)
+            if updater is not None:
+                clocked(updater, "call_begin_forward")
+            for wrapper in getattr(attention, "full_cg_prefill_wrappers", None) or ():
+                clocked(wrapper, "begin_forward")
+            calls()
+        with open(out, "w") as file:
+            file.write(f"us a call, 1x30: { {name: round(s / 50 * 1e6, 1) for name, s in spent.items()} }\n")
+            for order in ("tottime", "cumulative"):
+                pstats.Stats(profiler, stream=file).sort_stats(order).print_stats(45)
+
     def answer(self, batches: list[list[list[int]]]) -> tuple[list[dict[str, Any]], Counter[bool]]:
         """For each prompt the next token, and the best logits; and how many batches replayed."""
         answers: list[dict[str, Any]] = []
@@ -246,6 +289,8 @@ def run_route(name: str, out: Path, cpu: bool) -> None:
         import fullgraph_compile
 
         save(report=str(fullgraph_compile.report()))
+    if os.environ.get("SGLANG_BENCH_PROFILE"):
+        route.profile(out.with_name("profile.txt"))
     batches = prompt_batches()
     if name == "disabled":
         save(alone=route.answer([[prompt] for batch in batches for prompt in batch])[0])
@@ -370,11 +415,14 @@ def main() -> None:
     parser.add_argument("--routes", default=";".join(ROUTES), help="separated by ';' (default: all)")
     parser.add_argument("--out", type=Path, default=None, help="folder for results and logs")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without graphs: tries this script, no more")
+    parser.add_argument("--profile", action="store_true", help="also where the host's time goes: <route>/profile.txt")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=560, help="seconds for all routes (default: %(default)g)")
     arguments, begin = parser.parse_args(), time.perf_counter()
     out = arguments.out or Path(tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
+    if arguments.profile:
+        os.environ["SGLANG_BENCH_PROFILE"] = "1"
     if arguments.only:
         run_route(arguments.only, out / "result.json", arguments.cpu)
     results: dict[str, Any] = {}
@@ -386,7 +434,8 @@ def main() -> None:
             continue
         folder = out / name.replace(" ", "_").replace(",", "").replace("'", "")
         folder.mkdir(exist_ok=True)
-        (folder / "result.json").unlink(missing_ok=True)
+        for stale in ("result.json", "profile.txt"):
+            (folder / stale).unlink(missing_ok=True)
         ended = run(name, folder, arguments.cpu, left)
         log = (folder / "log.txt").read_text(errors="replace").splitlines()
         if ended != 0:
@@ -398,6 +447,8 @@ def main() -> None:
         for line in log:
             if "fullgraph_compile" in line or "prefill attention is planned" in line:
                 print("   ", line[:900], flush=True)
+        if (folder / "profile.txt").exists():
+            print((folder / "profile.txt").read_text()[:6000], flush=True)
         print(table(results), flush=True)
     (out / "results.json").write_text(json.dumps(results))
     if not results:

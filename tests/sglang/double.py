@@ -19,7 +19,8 @@ import torch
 from fullgraph_compile.integrations.sglang.body import HostedProgram
 
 VARIABLE = "SGLANG_FULL_DOUBLE"
-"""JSON: buckets (token counts), slots (request slots; null = SGLang's own rule), static (attention has metadata)."""
+"""JSON: buckets (token counts), slots (request slots; null = SGLang's own rule), static (attention has metadata),
+backend (of prefill, as it is when SGLang captures)."""
 
 
 class Recorded(dict[str, Any]):
@@ -33,8 +34,10 @@ class Double:
         events: ("out", in_capture, requests) of metadata calls; ("body", bucket) of captured calls; ("replay", bucket).
     """
 
-    def __init__(self, buckets: list[int], slots: int | None = 4, static: bool = True) -> None:
-        self.buckets, self.slots, self.static = buckets, slots, static
+    def __init__(
+        self, buckets: list[int], slots: int | None = 4, static: bool = True, backend: str = "full"
+    ) -> None:  # fmt: skip
+        self.buckets, self.slots, self.static, self.backend = buckets, slots, static, backend
         self.events: list[tuple[Any, ...]] = []
         self._last: dict[str, Any] = {}
 
@@ -119,7 +122,7 @@ class Double:
         from fullgraph_compile.integrations.sglang.plugin import _published
 
         config = _published(model_runner.server_args)
-        config.backend, config.bs, config.full_prefill_max_req = "full", list(self.buckets), self.slots
+        config.backend, config.bs, config.full_prefill_max_req = self.backend, list(self.buckets), self.slots
 
 
 def register() -> None:

@@ -37,7 +37,7 @@ def outcome(model: OneModel, log: Log, **double: Any) -> dict[str, Any]:
     """Capture, serve two batches, and tell."""
     log.lines.clear()
     try:
-        runner = model.capture(**{"buckets": BUCKETS, "slots": SLOTS, **double})
+        runner = model.capture(**{"buckets": BUCKETS, "slots": SLOTS, "backend": "full", **double})
     except (RuntimeError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     served = []
@@ -93,7 +93,19 @@ def main() -> None:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     settings = model.plugin.settings
-    facts: dict[str, Any] = {"no bucket": outcome(model, log, buckets=[99999999])}
+    facts: dict[str, Any] = {}
+
+    strict = type(settings)(on=True, compiler="eager", strict=True)
+    for name, double in {"no bucket": {"buckets": [99999999]}, "turned off": {"backend": "disabled"}}.items():
+        facts[name] = outcome(model, log, **double)
+        with changed(model.plugin, "settings", strict):
+            facts[f"{name}, strict"] = outcome(model, log, **double)
+    chosen = {("prefill", "backend")}
+    with (
+        changed(model.runner.server_args, "_cuda_graph_config_locked", chosen),
+        changed(model.plugin, "settings", strict),
+    ):
+        facts["chosen"] = outcome(model, log, backend="disabled")
 
     with changed(SiluAndMul, "forward_native", row_mixing(SiluAndMul.forward_native)):
         facts["row mixing"] = outcome(model, log)
@@ -105,7 +117,7 @@ def main() -> None:
     ignoring = lambda self, *args, rel_bias=None, **kwargs: attend(self, *args, **kwargs)  # noqa: E731
     with changed(TorchNativeAttnBackend, "forward_extend", ignoring), unknown_keyword(layers):
         facts["unknown keyword"] = outcome(model, log)
-        with changed(model.plugin, "settings", type(settings)(on=True, compiler="eager", strict=True)):
+        with changed(model.plugin, "settings", strict):
             facts["unknown keyword, strict"] = outcome(model, log)
 
     wrapped: list[int] = []
@@ -135,6 +147,9 @@ def main() -> None:
     facts["as it was"] = outcome(model, log)
     facts["slots by SGLang's rule"] = outcome(model, log, slots=None)
     facts["slots by SGLang's rule"]["slots"] = model.report.slots
+    facts["slots above the pool"] = outcome(model, log, slots=10000)
+    facts["slots above the pool"]["slots"] = model.report.slots
+    facts["slots above the pool"]["pool"] = int(model.runner.req_to_token_pool.size)
     del TorchNativeAttnBackend.init_forward_metadata_out_graph
     facts["attention without static metadata"] = outcome(model, log)
     tell(facts)

@@ -22,6 +22,21 @@ def test_without_a_legal_bucket_prefill_runs_eagerly_and_says_why(facts: dict[st
         assert part in told["log"][0]
 
 
+def test_graphs_that_sglang_turned_off_itself_are_told_and_counted(facts: dict[str, Any]) -> None:
+    told = facts["turned off"]
+    assert told["served"] == [[False, True]] * 2 and set(told["fallbacks"]) == {"GRAPHS_OFF"}
+    assert "SGLang turned 'full' prefill graphs off ('disabled')" in told["log"][0]
+
+
+@pytest.mark.parametrize("name", ["no bucket", "turned off"])
+def test_strict_ends_sglang_where_nothing_is_captured(facts: dict[str, Any], name: str) -> None:
+    assert "FULLGRAPH_COMPILE_SGLANG=strict" in facts[f"{name}, strict"]["error"]
+
+
+def test_what_the_user_chose_is_no_failure(facts: dict[str, Any]) -> None:
+    assert facts["chosen"]["served"] == [[False, True]] * 2 and facts["chosen"]["fallbacks"] == {}
+
+
 def test_an_op_that_mixes_rows_is_refused_by_node_and_nothing_is_captured(facts: dict[str, Any]) -> None:
     told = facts["row mixing"]
     assert told["runner"] == "EagerRunner" and told["served"] == [[False, True]] * 2
@@ -70,6 +85,11 @@ def test_request_slots_follow_sglangs_rule(facts: dict[str, Any]) -> None:
     # max(chunked_prefill_size // 512, 1) of 256 tokens.
     assert facts["slots by SGLang's rule"]["slots"] == 1
     assert facts["slots by SGLang's rule"]["served"] == [[False, True], [True, True]]
+
+
+def test_request_slots_are_capped_by_the_request_pool(facts: dict[str, Any]) -> None:
+    told = facts["slots above the pool"]
+    assert told["slots"] == told["pool"] < 10000 and told["served"] == [[True, True]] * 2
 
 
 def test_attention_without_metadata_at_fixed_places_is_refused_by_name(facts: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class Plugin:
         SGLang may still turn graphs off where it must."""
         result = original(server_args)
         prefill = _resolved(server_args)
-        if ("prefill", "backend") in {(str(p), k) for p, k in server_args._cuda_graph_config_locked}:
+        if _chosen(server_args):
             if prefill.backend != "full":
                 log.warning(
                     "%s=1 does nothing: prefill backend %r was chosen, the plugin serves 'full' only", SWITCH,
@@ -82,6 +82,9 @@ class Plugin:
             return self._eager(model_runner, eager_runner, Reason.NO_BUCKET, _no_bucket(model_runner, config), report)
         if full:
             self._captured(result, model_runner, eager_runner, report)
+        elif not _chosen(model_runner.server_args):
+            detail = f"SGLang turned 'full' prefill graphs off ({str(config.backend)!r}); its log says why"
+            self._nothing(eager_runner, Reason.GRAPHS_OFF, detail, report)
         return result
 
     def state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -98,10 +101,7 @@ class Plugin:
         session = getattr(backend, "session", None)
         if session is None:
             detail = "SGLang captured no prefill graph; its log says why"
-            if self.settings.strict:
-                raise RuntimeError(f"fullgraph_compile: {detail} ({SWITCH}=strict)")
-            count_all(eager_runner, Reason.GRAPHS_OFF, detail, report)
-            log.warning("%s: %s", report.name, detail)
+            self._nothing(eager_runner, Reason.GRAPHS_OFF, detail, report)
             return
         report.graph_bytes = int(result.memory_usage_gb * 2**30)
         if not session.failed and self.settings.measured_routes:
@@ -135,12 +135,18 @@ class Plugin:
         log.info("%s: measured in %.1f s: %s", report.name, time.perf_counter() - start, "; ".join(report.routes))
 
     def _eager(self, model_runner: Any, eager_runner: Any, reason: Reason, detail: str, report: Report) -> Any:
-        log.warning("%s runs eagerly: %s: %s", report.name, reason.value, detail)
-        report.ready = True
-        count_all(eager_runner, reason, detail, report)
+        self._nothing(eager_runner, reason, detail, report)
         return find(release.GRAPH_CAPTURE)(
             runner=eager_runner, memory_phase="prefill", memory_usage_gb=0, capture_time=0
         )
+
+    def _nothing(self, eager_runner: Any, reason: Reason, detail: str, report: Report) -> None:
+        """Nothing is captured: say so, and count each batch; under strict, end SGLang."""
+        if self.settings.strict:
+            raise RuntimeError(f"fullgraph_compile: {reason.value}: {detail} ({SWITCH}=strict)")
+        log.warning("%s runs eagerly: %s: %s", report.name, reason.value, detail)
+        report.ready = True
+        count_all(eager_runner, reason, detail, report)
 
 
 class _Reported:
@@ -196,6 +202,11 @@ def _published(server_args: Any) -> Any:
     if find(release.ROOT + "arg_groups.overrides.resolving_view") is None:
         return server_args.cuda_graph_config.prefill
     return find(release.ROOT + "runtime_context.get_exec")().graph.cuda_graph_config.prefill
+
+
+def _chosen(server_args: Any) -> bool:
+    """Whether the user named a prefill backend."""
+    return ("prefill", "backend") in {(str(p), k) for p, k in server_args._cuda_graph_config_locked}
 
 
 def _no_bucket(model_runner: Any, config: Any) -> str:
