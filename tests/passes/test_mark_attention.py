@@ -116,6 +116,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str], int, str]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_stock_transformers_models_are_marked_and_equal_eager(name: str) -> None:
     build, masks, kv_heads, requests = MODELS[name]
+    if name == "gemma2" and not hf.Gemma2PreTrainedModel._supports_sdpa:
+        pytest.skip("this transformers does not run Gemma 2 on its sdpa attention: that leaves the soft cap out")
     model = build().eval()
     for parameter in model.parameters():
         # Weights as they are drawn make attention nearly uniform: a wrong mask would hardly show.
