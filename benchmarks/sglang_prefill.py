@@ -61,6 +61,7 @@ ROUTES = {
     "ours": ("full", {}),
     "breakable": ("breakable", None),
     "ours, SGLang's plan": ("full", {"plan": "sglang", "measured_routes": False}),
+    "ours, plan in graph": ("full", {"plan": "graph", "measured_routes": False}),
 }
 MOST_EXCUSED, LEAST_REPLAYED = 0.02, 0.95
 # Less is not enough for any route.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -171,3 +172,93 @@ def test_ranks_that_agree_on_a_bucket_keep_sglangs_plan() -> None:
     runner = SimpleNamespace(require_mlp_tp_gather=True)
     assert "ranks agree" in str(host_plan.unsupported(FlashInferAttnBackend(), runner))
     assert "attention is object" in str(host_plan.unsupported(object(), SimpleNamespace()))
+
+
+# -- where the graph computes what attention reads besides the plan ----------------------------------------------------
+
+ROWS = torch.arange(5 * 64, dtype=torch.int32).view(5, 64)
+
+
+class Gather:
+    """SGLang's kernel: the cache's rows of each request, one after the other."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def run(rows: Tensor, requests: Tensor, lengths: Tensor, offsets: Tensor, start: None, out: Tensor, width: int):  # type: ignore[no-untyped-def]
+            assert start is None and width == rows.shape[1] and len(requests) == len(lengths) == grid[0]
+            for i, (request, length) in enumerate(zip(requests.tolist(), lengths.tolist(), strict=True)):
+                out[int(offsets[i]) : int(offsets[i]) + length] = rows[request, :length]
+
+        return run
+
+
+@pytest.fixture
+def in_graph(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The attention backend, and a runner whose "graph" of a bucket is what it ran at the capture."""
+    monkeypatch.setattr(host_plan._Blocks, "_new_event", lambda self: SimpleNamespace(synchronize=int, record=int))
+    monkeypatch.setattr(host_plan, "planner_arguments", lambda split: (-1, not split, 0))
+    monkeypatch.setattr(sys.modules[__name__], "create_flashinfer_kv_indices_triton", Gather(), raising=False)
+    attention: Any = FlashInferAttnBackend()
+    attention.indices_updater_prefill = SimpleNamespace(req_to_token=ROWS, update=lambda prefix_lens: None)
+    static = SimpleNamespace(**vars(batch([64])), req_pool_indices=torch.zeros(SLOTS, dtype=torch.int64))
+    bodies: list[int] = []
+    runner: Any = SimpleNamespace(_run_forward=lambda batch, tokens: bodies.append(tokens))
+    assert host_plan.install(attention, runner, in_graph=True)
+    for bucket in (64, 16, 8):
+        static.positions = torch.zeros(bucket)
+        static.seq_lens[0] = static.extend_seq_lens[0] = bucket
+        attention.init_forward_metadata_out_graph(static, in_capture=True)
+        runner._run_forward(static, bucket)
+    assert bodies == [64, 16, 8]
+    return SimpleNamespace(attention=attention, runner=runner, static=static)
+
+
+def replay(there: SimpleNamespace, bucket: int, new: list[int], cached: list[int], requests: list[int]) -> Wrapper:
+    live = batch(new, cached)
+    for name in ("seq_lens", "extend_seq_lens"):
+        getattr(there.static, name).copy_(getattr(live, name))
+    there.static.req_pool_indices.copy_(torch.tensor([*requests, *[0] * (SLOTS - len(requests))]))
+    there.attention.init_forward_metadata_out_graph(live)
+    there.runner._run_forward(there.static, bucket)
+    return wrapper_of(there.attention, bucket)
+
+
+def test_a_replay_is_one_plan_and_the_graph_reads_the_static_buffers(in_graph: SimpleNamespace) -> None:
+    wrapper = wrapper_of(in_graph.attention, 16)
+    reads = wrapper.device_reads
+    assert replay(in_graph, 16, [5, 7], [3, 0], [2, 4]) is wrapper
+    [call] = wrapper.module_calls
+    assert call[3].tolist() == [0, 5, 12, 12, 12] and call[5].tolist() == [8, 7, 0, 0]
+    assert call[6:] == (16, SLOTS, 8, 2, 1, True, 64, 64, False, -1, -1, False, 0)
+    assert wrapper.device_reads == reads
+    assert wrapper._qo_indptr_buf.tolist() == [0, 5, 12, 12, 12]
+    assert wrapper._paged_kv_indptr_buf.tolist() == [0, 8, 15, 15, 15]
+    assert wrapper._paged_kv_indices_buf[:15].tolist() == [*range(128, 136), *range(256, 263)]
+
+
+def test_a_replay_leaves_nothing_of_the_one_before(in_graph: SimpleNamespace) -> None:
+    replay(in_graph, 16, [4, 4, 4, 4], [9, 9, 9, 9], [1, 2, 3, 4])
+    wrapper = replay(in_graph, 8, [6], [0], [3])
+    assert wrapper._qo_indptr_buf.tolist() == [0, 6, 6, 6, 6] == wrapper._paged_kv_indptr_buf.tolist()
+    assert wrapper._paged_kv_indices_buf[:6].tolist() == [*range(192, 198)]
+
+
+def test_a_plan_that_differs_from_the_captured_one_is_an_error_there_too(in_graph: SimpleNamespace) -> None:
+    wrapper_of(in_graph.attention, 8)._cached_module = SimpleNamespace(plan=lambda *args: [0])
+    with pytest.raises(RuntimeError, match=r"planned bucket 8 as \[0\]"):
+        replay(in_graph, 8, [5], [0], [1])
+
+
+def test_where_rows_are_listed_in_another_way_sglang_does_so(in_graph: SimpleNamespace) -> None:
+    in_graph.attention.indices_updater_prefill.update = lambda prefix_lens, *, plan: None
+    assert host_plan._gather_kernel(in_graph.attention, in_graph.runner) is None
+
+
+def test_another_runner_gets_plans_of_its_own(in_graph: SimpleNamespace) -> None:
+    first = in_graph.attention.init_forward_metadata_out_graph.__self__
+    runner: Any = SimpleNamespace(_run_forward=lambda batch, tokens: None)
+    assert host_plan.install(in_graph.attention, runner, in_graph=True)
+    second = in_graph.attention.init_forward_metadata_out_graph.__self__
+    assert second is not first
+    in_graph.static.positions = torch.zeros(32)
+    in_graph.attention.init_forward_metadata_out_graph(in_graph.static, in_capture=True)
+    assert list(second._wrappers) == [32] and list(first._wrappers) == [64, 16, 8]

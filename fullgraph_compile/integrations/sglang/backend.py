@@ -41,8 +41,9 @@ def backend_class(base: Any) -> Any:
         def capture_session(self, stream: Any) -> Iterator[None]:
             runner, report = self.runner, self.report
             self.session = CaptureSession(runner.layer_model, self.settings, report)
-            if self.settings.plan == "host":
-                host_plan.install(prefill_attention(runner.model_runner.attn_backend), runner)
+            if self.settings.plan != "sglang":
+                attention = prefill_attention(runner.model_runner.attn_backend)
+                host_plan.install(attention, runner, in_graph=self.settings.plan == "graph")
             start, compiling = time.perf_counter(), report.compile_seconds
             with super().capture_session(stream), self.session.active():
                 yield

@@ -3,11 +3,17 @@
 SGLang has one set of wrappers for all buckets, so that each launches the grid of the largest, and FlashInfer's own plan
 reads offsets back from the device three times, each time waiting for all work before it.  Here each bucket has wrappers
 of its own, which share their memory, as replays follow each other on one stream; and a replay is planned from the
-lengths in SGLang's batch.  What indices are gathered, and how, stays SGLang's own code.
+lengths in SGLang's batch.
+
+What attention reads besides the plan, offsets and the cache's rows, is a function of SGLang's static buffers alone.
+SGLang's own code computes it before each replay; or, on demand and where SGLang gathers rows by a kernel that this
+module knows, the graph does so at its beginning, and a replay's metadata is one plan.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 import types
 from collections.abc import Sequence
 from itertools import accumulate
@@ -35,6 +41,8 @@ def unsupported(attention: Any, runner: Any) -> str | None:
         return f"attention is {type(attention).__name__}"
     if getattr(attention, "prefill_backend", None) != "fa2":
         return f"its kernels are {getattr(attention, 'prefill_backend', None)!r}, not 'fa2'"
+    if getattr(attention, "use_sliding_window_kv_pool", False):
+        return "sliding windows have a cache of their own"
     if getattr(attention, "num_wrappers", None) != 1 or getattr(attention, "dispatch_reason", None) is not None:
         return "it has more than one kind of attention (sliding window, or cross attention)"
     lost = [n for n in _NEEDED if not hasattr(attention, n)]
@@ -49,19 +57,50 @@ class HostPlans:
 
     Args:
         attention: SGLang's FlashInferAttnBackend.
+        runner: its prefill runner.
+        in_graph: whether the graph computes what attention reads besides the plan, where this module knows how.
     """
 
-    def __init__(self, attention: Any) -> None:
-        self.attention = attention
-        self._prepare = attention.init_forward_metadata_out_graph
+    def __init__(self, attention: Any, runner: Any, in_graph: bool) -> None:
+        self.attention, self.runner = attention, runner
+        self._gather = _gather_kernel(attention, runner) if in_graph else None
+        # By bucket: heads, key heads, head size and window of its plans, where it is known to be a plain one.
+        self._facts: dict[int, tuple[int, int, int, int]] = {}
+        # SGLang's own, also where an earlier runner's plans stand for it.
+        self._prepare = types.MethodType(type(attention).init_forward_metadata_out_graph, attention)
         self._wrappers: dict[int, list[Any]] = {}
         self._captured: dict[int, list[int]] = {}
         self._blocks: _Blocks | None = None
+        # The bucket that is being captured.
+        self._bucket: int | None = None
         # Of the replay that is being planned: its bucket and the lengths of its request slots.
         self._planning: tuple[int, list[int], list[int]] | None = None
 
     def install(self) -> None:
         self.attention.init_forward_metadata_out_graph = self.prepare
+        if self._gather is None:
+            return
+        forward = self.runner._run_forward
+
+        def run_forward(forward_batch: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            # Called by captures alone.
+            if num_tokens in self._facts and _plain(forward_batch):
+                self._read(num_tokens, forward_batch)
+            return forward(forward_batch, num_tokens, *args, **kwargs)
+
+        self.runner._run_forward = run_forward
+
+    def _read(self, bucket: int, batch: Any) -> None:
+        """In the graph: offsets of queries and keys, and the cache's rows, from the static buffers."""
+        assert self._gather is not None
+        [wrapper] = self._wrappers[bucket]
+        pages = self.attention.indices_updater_prefill.req_to_token
+        keys = wrapper._paged_kv_indptr_buf
+        torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int32, out=wrapper._qo_indptr_buf[1:])
+        torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=keys[1:])
+        self._gather[(int(batch.batch_size),)](
+            pages, batch.req_pool_indices, batch.seq_lens, keys, None, wrapper._paged_kv_indices_buf, pages.shape[1]
+        )
 
     def prepare(self, forward_batch: Any, in_capture: bool = False) -> Any:
         """SGLang's ``init_forward_metadata_out_graph``; anything but plain prefill is left to it."""
@@ -76,7 +115,10 @@ class HostPlans:
         new = [int(n) for n in forward_batch.extend_seq_lens_cpu]
         lengths = [int(n) for n in forward_batch.seq_lens_cpu.tolist()]
         self.attention.full_cg_prefill_wrappers = self._wrappers[bucket]
-        self._planning = bucket, [*new, *[0] * (slots - len(new))], [*lengths, *[0] * (slots - len(lengths))]
+        new, lengths = [*new, *[0] * (slots - len(new))], [*lengths, *[0] * (slots - len(lengths))]
+        if self._gather is not None and bucket in self._facts:
+            return self._plan(bucket, self._wrappers[bucket][0], new, lengths)
+        self._planning = bucket, new, lengths
         try:
             return self._prepare(forward_batch, in_capture=False)
         finally:
@@ -87,7 +129,11 @@ class HostPlans:
         if bucket not in self._wrappers:
             self._wrappers[bucket] = self._new_wrappers(int(forward_batch.batch_size), bucket)
         self.attention.full_cg_prefill_wrappers = wrappers = self._wrappers[bucket]
-        result = self._prepare(forward_batch, in_capture=True)
+        self._bucket = bucket
+        try:
+            result = self._prepare(forward_batch, in_capture=True)
+        finally:
+            self._bucket = None
         self._captured[bucket] = [int(x) for x in wrappers[0]._plan_info]
         return result
 
@@ -112,6 +158,8 @@ class HostPlans:
         """FlashInfer's plan; what it would read from the device is known."""
         unusual = [n for n in _UNUSUAL if kwargs.get(n) is not None]
         if self._planning is None or unusual or page_size != 1:
+            if not unusual and page_size == 1 and self._bucket is not None:
+                self._facts[self._bucket] = heads, kv_heads, head_size, int(kwargs.get("window_left", -1))
             arguments = (qo_indptr, kv_indptr, kv_indices, last_page_len, heads, kv_heads, head_size, page_size)
             type(wrapper).plan(wrapper, *arguments, **kwargs)
             return
@@ -119,17 +167,12 @@ class HostPlans:
         wrapper._qo_indptr_buf.copy_(qo_indptr, non_blocking=True)
         wrapper._paged_kv_indptr_buf.copy_(kv_indptr, non_blocking=True)
         wrapper._paged_kv_indices_buf[: kv_indices.shape[0]].copy_(kv_indices, non_blocking=True)
-        plan = self._plan(wrapper, new, lengths, heads, kv_heads, head_size, int(kwargs.get("window_left", -1)))
-        if plan != self._captured[bucket]:
-            raise RuntimeError(
-                f"FlashInfer planned bucket {bucket} as {plan}, but its graph was captured with "
-                f'{self._captured[bucket]}; {OPTIONS}=\'{{"plan": "sglang"}}\' leaves plans to SGLang'
-            )
+        self._facts[bucket] = heads, kv_heads, head_size, int(kwargs.get("window_left", -1))
+        self._plan(bucket, wrapper, new, lengths)
 
-    def _plan(
-        self, wrapper: Any, new: Sequence[int], lengths: Sequence[int], heads: int, kv_heads: int, head_size: int,
-        window: int,
-    ) -> list[int]:  # fmt: skip
+    def _plan(self, bucket: int, wrapper: Any, new: Sequence[int], lengths: Sequence[int]) -> None:
+        """Write a replay's work lists where its graph reads them."""
+        heads, kv_heads, head_size, window = self._facts[bucket]
         assert self._blocks is not None
         with self._blocks.next() as pinned:
             info = wrapper._cached_module.plan(
@@ -137,7 +180,12 @@ class HostPlans:
                 _offsets(lengths), torch.tensor(lengths, dtype=torch.int32), wrapper._max_total_num_rows, len(new),
                 heads, kv_heads, 1, True, head_size, head_size, False, window, *planner_arguments(split=True),
             )  # fmt: skip
-        return [int(x) for x in info]
+        plan = [int(x) for x in info]
+        if plan != self._captured[bucket]:
+            raise RuntimeError(
+                f"FlashInfer planned bucket {bucket} as {plan}, but its graph was captured with "
+                f'{self._captured[bucket]}; {OPTIONS}=\'{{"plan": "sglang"}}\' leaves plans to SGLang'
+            )
 
 
 _UNUSUAL = ("custom_mask", "packed_custom_mask", "fixed_split_size", "prefix_len_ptr", "token_pos_in_items_ptr")
@@ -153,6 +201,15 @@ def _plain(forward_batch: Any) -> bool:
         and forward_batch.extend_seq_lens_cpu is not None
         and forward_batch.seq_lens_cpu is not None
     )
+
+
+def _gather_kernel(attention: Any, runner: Any) -> Any:
+    """SGLang's kernel that lists the cache's rows of all requests; None where it does so in another way."""
+    updater = getattr(attention, "indices_updater_prefill", None)
+    update = getattr(updater, "update", None)
+    kernel = getattr(sys.modules[type(attention).__module__], "create_flashinfer_kv_indices_triton", None)
+    known = update is not None and "plan" not in inspect.signature(update).parameters
+    return kernel if known and hasattr(updater, "req_to_token") and hasattr(runner, "_run_forward") else None
 
 
 def _twin(wrapper: Any, kernels: str) -> Any:
@@ -172,11 +229,16 @@ def _offsets(counts: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
 
-def install(attention: Any, runner: Any) -> bool:
-    """Plan an attention backend's prefill from the host, where it is one that can be."""
+def install(attention: Any, runner: Any, *, in_graph: bool = False) -> bool:
+    """Plan an attention backend's prefill from the host, where it is one that can be.
+
+    Args:
+        runner: SGLang's prefill runner, before it captures.
+        in_graph: see ``HostPlans``.
+    """
     why = unsupported(attention, runner)
     if why is not None:
         log.info("prefill attention is planned by SGLang: %s", why)
         return False
-    HostPlans(attention).install()
+    HostPlans(attention, runner, in_graph).install()
     return True
