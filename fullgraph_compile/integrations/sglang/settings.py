@@ -49,8 +49,8 @@ class Settings:
         unsafe: what becomes of a body whose padding is not proven safe: "compiled" lets SGLang run prefill eagerly, at
             exact sizes; "error" ends SGLang.
         plan: who plans FlashInfer's prefill: "host" = the plugin, from lengths on the host, with a plan for each
-            bucket; "graph" = the same, and the graph computes what else attention reads, so that a plan alone prepares a
-            replay; "sglang" = SGLang as it is.
+            bucket; "graph" = the same, and the graph computes what else attention reads, so that a plan alone prepares
+            a replay; "sglang" = SGLang as it is.
         measured_routes: time each bucket once after the capture, and let one that the compiled body is slower in take
             SGLang's own graph, or none.
     """
