@@ -45,21 +45,21 @@ def test_arguments_by_position(way: str) -> None:
 RESTARTING = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
 
 
-@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "by position"])
 @pytest.mark.parametrize("model", ["T2", "Llama"])
 @both_ways
-def test_restarting_positions_mean_what_the_module_takes_them_for(way: str, model: str, by_name: bool) -> None:
+def test_restarting_positions_mean_what_the_module_takes_them_for(way: str, model: str) -> None:
     """transformers tells packed requests by them; a module of one's own knows one request."""
     ids = tokens(7)[None]
     module = llama() if model == "Llama" else small()
     eager = copy.deepcopy(module)
     body = ready(way, module)
-    args = (ids,) if by_name else (ids, None, RESTARTING) if model == "Llama" else (ids, RESTARTING)
-    named: dict[str, Any] = {"position_ids": RESTARTING} if by_name else {}
-    if model == "Llama":
-        named["use_cache"] = False
-    with torch.no_grad():
-        equal(first(body(*args, **named)), first(eager(*args, **named)))
+    for by_name in (True, False):
+        args = (ids,) if by_name else (ids, None, RESTARTING) if model == "Llama" else (ids, RESTARTING)
+        named: dict[str, Any] = {"position_ids": RESTARTING} if by_name else {}
+        if model == "Llama":
+            named["use_cache"] = False
+        with torch.no_grad():
+            equal(first(body(*args, **named)), first(eager(*args, **named)))
 
 
 @both_ways
