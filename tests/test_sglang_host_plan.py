@@ -142,6 +142,18 @@ def test_a_plan_that_differs_from_the_captured_one_is_an_error(attention: FlashI
         attention.init_forward_metadata_out_graph(batch([5]))
 
 
+def test_a_bucket_may_be_left_to_sglangs_plan(attention: FlashInferAttnBackend) -> None:
+    plans = host_plan.plans_of(attention)
+    assert plans is not None and host_plan.plans_of(FlashInferAttnBackend()) is None
+    plans.left.add(8)
+    wrapper, other = wrapper_of(attention, 8), wrapper_of(attention, 16)
+    before = wrapper.device_reads
+    attention.init_forward_metadata_out_graph(batch([5]))
+    assert wrapper.device_reads == before + 3 and not wrapper.module_calls
+    attention.init_forward_metadata_out_graph(batch([9]))
+    assert len(other.module_calls) == 1
+
+
 def test_what_is_not_plain_prefill_is_left_to_sglang(attention: FlashInferAttnBackend) -> None:
     assert attention.init_forward_metadata_out_graph(batch([1], mode={"is_extend": False})) == "decode"
     wrapper = wrapper_of(attention, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,3 +50,26 @@ def test_long_calls_are_timed_less_often_and_inputs_take_turns(monkeypatch: pyte
     ways = {way: lambda batch: None for way in routes.WAYS}
     assert routes._times(4096, ways, ["a", "b"], lambda: None) == {"compiled": 80.0, "SGLang's": 70.0, "eager": 60.0}
     assert [batch for way, batch in called if way == "eager"] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(("host", "reading", "left"), [(1.0, 1.2, set()), (1.02, 1.0, set()), (1.05, 1.0, {64})])
+def test_plans_are_left_to_sglang_where_they_are_measured_to_be_faster(
+    host: float, reading: float, left: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, set[int]]] = []
+
+    def timed(way: str, bucket: int, call: Any, batch: Any, synchronize: Any) -> float:
+        call(batch)
+        seen.append((way, seen_left[-1]))
+        return {"the host": host, "SGLang": reading}[way]
+
+    monkeypatch.setattr(routes, "timed", timed)
+    plans: Any = SimpleNamespace(left={16})
+    seen_left: list[set[int]] = []
+    call = lambda batch: seen_left.append(set(plans.left))  # noqa: E731
+    times = routes._choose_plan(64, call, ["a"], plans, lambda: None)
+    assert plans.left == {16} | left and times == {"the host": host, "SGLang": reading}
+    assert ("the host", {16}) in seen and ("SGLang", {16, 64}) in seen
+    text = str(BucketTimes(64, {"compiled": 1.0}, times))
+    assert f"; planned by the host {host:.3f}, SGLang {reading:.3f})" in text
+    assert routes._choose_plan(64, call, ["a"], None, lambda: None) == {}

@@ -13,14 +13,18 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fullgraph_compile.integrations.sglang.attention import replaced
+from fullgraph_compile.integrations.sglang.host_plan import HostPlans, plans_of
+from fullgraph_compile.integrations.sglang.metadata import prefill_attention
 from fullgraph_compile.report import Report
 
+# Who plans attention: the plugin, or SGLang.
+HOST, READING = "the host", "SGLang"
 COMPILED, SGLANG, EAGER = WAYS = "compiled", "SGLang's", "eager"
 # The graph of the compiled body is kept unless it takes more than this many times as long as the best.
 MARGIN = 1.02
@@ -40,10 +44,12 @@ class BucketTimes:
 
     Attributes:
         ms: median milliseconds of a call, by way.
+        plan_ms: the same of the compiled body's graph, by who plans its attention; empty where that is SGLang anyhow.
     """
 
     bucket: int
     ms: Mapping[str, float]
+    plan_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def way(self) -> str:
@@ -52,7 +58,13 @@ class BucketTimes:
 
     def __str__(self) -> str:
         times = ", ".join(f"{way} {self.ms[way]:.3f}" for way in WAYS if way in self.ms)
-        return f"bucket {self.bucket}: {self.way} ({times} ms)"
+        plans = ", ".join(f"{who} {ms:.3f}" for who, ms in self.plan_ms.items())
+        return f"bucket {self.bucket}: {self.way} ({times} ms{'; planned by ' + plans if plans else ''})"
+
+    @property
+    def left_to_sglang(self) -> bool:
+        """Whether SGLang's own plan is faster by more than the margin."""
+        return bool(self.plan_ms) and self.plan_ms[HOST] > MARGIN * self.plan_ms[READING]
 
 
 def unmeasurable(runner: Any) -> str | None:
@@ -83,6 +95,7 @@ def measure(model_runner: Any, eager_runner: Any, runner: Any) -> tuple[tuple[Bu
     """
     ours = runner.backend
     theirs = _recorded(runner)
+    plans, synchronize = plans_of(prefill_attention(model_runner.attn_backend)), runner.device_module.synchronize
     times = []
     with _as_serving(model_runner, eager_runner, runner), torch.no_grad():
         for bucket in spread(sorted(int(b) for b in runner.capture_num_tokens)):
@@ -91,7 +104,8 @@ def measure(model_runner: Any, eager_runner: Any, runner: Any) -> tuple[tuple[Bu
                 way: _call(model_runner, runner, backend)
                 for way, backend in ((COMPILED, ours), (SGLANG, theirs), (EAGER, None))
             }
-            times.append(BucketTimes(bucket, _times(bucket, calls, batches, runner.device_module.synchronize)))
+            plan_ms = _choose_plan(bucket, calls[COMPILED], batches, plans, synchronize)
+            times.append(BucketTimes(bucket, _times(bucket, calls, batches, synchronize), plan_ms))
     return tuple(times), theirs
 
 
@@ -155,6 +169,23 @@ def _times(
         for way, call in hopeful.items():
             found[way].append(timed(way, bucket, call, batches[turn % len(batches)], synchronize))
     return {way: statistics.median(times) for way, times in found.items()}
+
+
+def _choose_plan(
+    bucket: int, call: Call, batches: Sequence[Any], plans: HostPlans | None, synchronize: Callable[[], None]
+) -> dict[str, float]:
+    """Leave a bucket's plans to SGLang where these are faster: the times by who plans."""
+    if plans is None:
+        return {}
+
+    def reading(batch: Any) -> Any:
+        with replaced(plans, "left", {*plans.left, bucket}):
+            return call(batch)
+
+    times = _times(bucket, {HOST: call, READING: reading}, batches, synchronize)
+    if BucketTimes(bucket, {COMPILED: 0.0}, times).left_to_sglang:
+        plans.left.add(bucket)
+    return times
 
 
 def _recorded(runner: Any) -> Any:
