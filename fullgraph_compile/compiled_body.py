@@ -95,7 +95,11 @@ class CompiledBody:
         self.report.device_reads += bound.device_reads
         with self._lock, entered(bound.batch):
             result = self.forms.serve(bound, key)
-            return result if bound.back is None else bound.back(result)
+            try:
+                return result if bound.back is None else bound.back(result)
+            except NotServed:
+                self.report.drop()
+                raise
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ask: bool = True) -> tuple[Bound, Any]:
         """The call in canonical form, and the form's key; all is checked here, before anything changes.

@@ -48,6 +48,7 @@ class Forms:
     def serve(self, bound: Bound, key: Any) -> Any:
         """Make the call by the first variant that is for it, the last used first; trace one if there is none."""
         call = bound.call
+        self.report.begin()
         variants = self.variants.setdefault(key, [])
         tokens = self.tokens(call)
         for i, variant in enumerate(variants):
@@ -75,12 +76,14 @@ class Forms:
             stands = asked or self.tracer.stands(variant)
             replaced = not stands and variant.replaced()
             if replaced and variant.take_new_weights() and self.tracer.holds(variant):
+                self.report.drop()
                 with torch.no_grad():
                     return variant(call)
             if replaced or not (stands or self.tracer.holds(variant)):
                 # Its graphs are freed: states of the module that come and go must not each keep a set.
                 variant.graph.release()
                 variant.doubted = self._changed = True
+                self.report.drop()
                 self.report.fell_back(Reason.CHANGED, strict=self.strict)
                 continue
             variant.doubted = False

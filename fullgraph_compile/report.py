@@ -28,8 +28,10 @@ class Report:
         slots: request slots of the largest bucket.
         sites: the attention calls, with module path, heads, head sizes and mask kind.
         proof: the result of the padding proof, in words.
-        replays: graph launches by bucket.
+        replays: graph launches by bucket whose result was given to the caller.
         padding: padded rows by bucket, summed over its replays.
+        dropped: launches by bucket whose result was thrown away: the module had changed, or what came out of it is not
+            what the caller's form of the call can be made of.
         fallbacks: calls that replayed no graph, by reason.
         details: for a reason, what it was about the first time: a node and source line, a limit, an exception.
         compiles: graphs that Dynamo handed over.
@@ -53,6 +55,7 @@ class Report:
     proof: str = ""
     replays: Counter[int] = field(default_factory=Counter)
     padding: Counter[int] = field(default_factory=Counter)
+    dropped: Counter[int] = field(default_factory=Counter)
     fallbacks: Counter[Reason] = field(default_factory=Counter)
     details: dict[Reason, str] = field(default_factory=dict)
     compiles: int = 0
@@ -67,11 +70,27 @@ class Report:
     routes: tuple[str, ...] = ()
     device_reads: int = 0
     ready: bool = False
+    # Launches of the call that is being made, which may be dropped yet; None = nobody drops any.
+    _launched: list[tuple[int, int]] | None = field(default=None, repr=False, compare=False)
 
     def replayed(self, bucket: int, tokens: int) -> None:
         """Count one launch of ``bucket`` for ``tokens`` real rows."""
         self.replays[bucket] += 1
         self.padding[bucket] += bucket - tokens
+        if self._launched is not None:
+            self._launched.append((bucket, tokens))
+
+    def begin(self) -> None:
+        """A call begins whose launches ``drop`` can take back."""
+        self._launched = []
+
+    def drop(self) -> None:
+        """What was launched since ``begin`` gave nothing to the caller: it is counted apart."""
+        for bucket, tokens in self._launched or ():
+            self.replays[bucket] -= 1
+            self.padding[bucket] -= bucket - tokens
+            self.dropped[bucket] += 1
+        self._launched = []
 
     def fell_back(self, reason: Reason, detail: str = "", *, strict: bool = False) -> None:
         """Count a call that replays no graph, and log it the first time that its reason occurs.
@@ -93,6 +112,8 @@ class Report:
             self,
             replays=Counter(self.replays),
             padding=Counter(self.padding),
+            dropped=Counter(self.dropped),
+            _launched=None,
             fallbacks=Counter(self.fallbacks),
             details=dict(self.details),
         )
@@ -127,7 +148,9 @@ class Report:
         lines += [f"  {line}" for line in self.routes]
         replays, fallbacks = sum(self.replays.values()), sum(self.fallbacks.values())
         if replays + fallbacks:
-            lines.append(f"  calls: {replays} replayed, {fallbacks} not ({self.device_reads} read positions)")
+            count = self.dropped.total()
+            thrown = f", {count} more launch{'es' * (count != 1)} thrown away" if count else ""
+            lines.append(f"  calls: {replays} replayed, {fallbacks} not ({self.device_reads} read positions){thrown}")
         return "\n".join(lines)
 
     def _bucket_table(self) -> Table:
@@ -175,6 +198,7 @@ def merge(reports: Iterable[Report]) -> Report:
             merged.proof = "; ".join(filter(None, (merged.proof, report.proof)))
         merged.replays += report.replays
         merged.padding += report.padding
+        merged.dropped += report.dropped
         merged.fallbacks += report.fallbacks
         merged.details = {**report.details, **merged.details}
         merged.compiles += report.compiles

@@ -55,6 +55,12 @@ def attention_function(
         raise NotServed(Reason.ATTENTION, f"{name} gives its attention a mask of its own")
     if query.shape[0] != 1:
         raise NotServed(Reason.BATCHED, f"{name} attends with a batch dim of {query.shape[0]}")
+    if key.shape[2] != query.shape[2]:
+        # Compressed keys, memories, a prefix of its own: rows that are no tokens of the call.
+        raise NotServed(
+            Reason.ATTENTION,
+            f"{name} attends from {query.shape[2]} tokens to {key.shape[2]} keys: some are no tokens of the call",
+        )
     if dropout:
         raise NotServed(Reason.TRAINING, f"{name} attends with dropout {dropout}")
     unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _NO_EFFECT)

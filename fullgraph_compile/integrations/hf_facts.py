@@ -48,7 +48,11 @@ def learn(module: nn.Module, forward: Callable[..., Any], names: list[str], lead
         sample: that argument of the call at hand.
     """
     tokens = small_tokens(module, lead, sample, REAL)
-    out = forward(**{lead: tokens}, **({"use_cache": True} if "use_cache" in names else {}))
+    try:
+        out = forward(**{lead: tokens}, **({"use_cache": True} if "use_cache" in names else {}))
+    except Exception:
+        # It makes no cache for such a call, or none at all.
+        out = forward(**{lead: tokens}, **({"use_cache": False} if "use_cache" in names else {}))
     hidden = leading(out)
     positions = None
     if "position_ids" in names:
@@ -81,10 +85,15 @@ def small_tokens(module: nn.Module, lead: str, sample: Tensor, count: int) -> Te
     generator = torch.Generator().manual_seed(count)
     if lead == "inputs_embeds":
         return torch.randn((1, count, sample.shape[-1]), generator=generator).to(sample)
-    config: Any = module.config
-    ids = torch.randint(config.get_text_config().vocab_size, (1, count), generator=generator)
+    ids = torch.randint(_vocabulary(module), (1, count), generator=generator)
     padding = padding_id(module)
     return torch.where(ids == padding, max(padding - 1, 0) or padding + 1, ids).to(sample)
+
+
+def _vocabulary(module: nn.Module) -> int:
+    """How many ids there are, at least: of a model that names no vocabulary, as it makes rows of codes, all bytes."""
+    config: Any = module.config
+    return int(getattr(config.get_text_config(), "vocab_size", None) or 256)
 
 
 def padding_id(module: nn.Module) -> int:

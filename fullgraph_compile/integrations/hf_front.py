@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from fullgraph_compile.integrations.transformers import TransformersModule
 
 # Fields of a model's output whose tensors have a row for each token: after the batch dim ...
-_ROWS = frozenset({"last_hidden_state", "hidden_states", "logits"})
+_ROWS = frozenset(
+    {"last_hidden_state", "hidden_states", "logits", "decoder_hidden_states", "encoder_last_hidden_state",
+     "encoder_hidden_states"}
+)  # fmt: skip
 # ... or with batch and tokens in one dim.
 _FLAT_ROWS = frozenset({"router_logits"})
 # What a model takes and a prefill has no use for: where in the cache the tokens go.
@@ -46,6 +49,7 @@ def bind(front: TransformersModule, given: dict[str, Any], active: PrefillBatch 
         if call.get(name) is not None and call[name] is not False:
             raise NotServed(Reason.ARGUMENTS, f"{name} is given")
     mask = call.pop("attention_mask", None)
+    decoder_masked = _take_other_masks(call, mask)
     cache = _cache(front, call)
     leads = [n for n in ("input_ids", "inputs_embeds") if n in call]
     tokens = call[leads[0]] if leads else None
@@ -60,6 +64,8 @@ def bind(front: TransformersModule, given: dict[str, Any], active: PrefillBatch 
     if spans.left and front.reads_first_column:
         raise NotServed(Reason.MASK, f"left padding, and {front.name} pools the first column, which is padding")
     packing = Packing(spans, tokens.device, mask if isinstance(mask, Tensor) else None)
+    if not (spans.dense or decoder_masked) and "decoder_input_ids" in front.names:
+        raise NotServed(Reason.MASK, "attention_mask without decoder_attention_mask: the decoder has no padding there")
     if not packing.trivial:
         for name, value in call.items():
             if isinstance(value, Tensor):
@@ -71,6 +77,27 @@ def bind(front: TransformersModule, given: dict[str, Any], active: PrefillBatch 
         raise NotServed(Reason.ARGUMENTS, "use_cache is on, but a packed batch leaves no cache: give use_cache=False")
     back = Back(front, packing, cache, dicts)
     return Bound(call, batch, None if back.nothing else back, reads, padded=not packing.trivial)
+
+
+def _take_other_masks(call: dict[str, Any], mask: Any) -> bool:
+    """Take the decoder's mask out of the call, where it says the same as ``attention_mask``: whether there was one.
+
+    Raises:
+        NotServed: there is another mask; attention that is the op would know nothing of it.
+    """
+    for name in [n for n in call if "mask" in n]:
+        value = call[name]
+        same = value is mask
+        if not same and isinstance(value, Tensor) and value.device.type == "cpu":
+            if mask is None:
+                same = value.dim() == 2 and bool((value == 1).all())
+            elif isinstance(mask, Tensor) and mask.device.type == "cpu":
+                same = value.shape == mask.shape and bool((value.bool() == mask.bool()).all())
+        if not same or name != "decoder_attention_mask":
+            raise NotServed(Reason.MASK, f"{name} is given, which is neither attention_mask nor the same for a decoder")
+        del call[name]
+        return True
+    return False
 
 
 def _cache(front: TransformersModule, call: dict[str, Any]) -> Any:
@@ -272,7 +299,8 @@ class Back:
             return value
         if isinstance(value, (tuple, list)):
             return type(value)(self._padded(name, v, done) for v in value)
-        if not isinstance(value, Tensor) or name not in _ROWS | _FLAT_ROWS:
+        known = name in _FLAT_ROWS or (name in _ROWS and isinstance(value, Tensor) and _has_rows(value, self.packing))
+        if not isinstance(value, Tensor) or not known:
             raise NotServed(
                 Reason.ARGUMENTS, f"{self.front.name} returns {name}, which is not known to have token rows"
             )
@@ -280,3 +308,7 @@ class Back:
             flat = name in _FLAT_ROWS
             done[id(value)] = self.packing.unpack(value).flatten(0, 1) if flat else self.packing.unpack(value[0])
         return done[id(value)]
+
+
+def _has_rows(value: Tensor, packing: Packing) -> bool:
+    return value.dim() > 1 and value.shape[:2] == (1, sum(packing.spans.lengths))

@@ -21,6 +21,8 @@ from fullgraph_compile.integrations.hf_attention import ATTENTION, Watching, att
 from fullgraph_compile.integrations.hf_facts import REAL, Facts, allowed, error, leading
 from fullgraph_compile.integrations.packing import Spans
 from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule
+from fullgraph_compile.integrations.refusing import raised_in, refusing
+from fullgraph_compile.refusals import Refusals
 from fullgraph_compile.report import log
 
 
@@ -62,6 +64,8 @@ class TransformersModule(PlainModule):
         self._primed: set[Any] = set()
         # Rule of the positions by where the padding is; False = calls with such padding are not served.
         self._rules: dict[bool, str | bool | None] = {}
+        # No graph tells when such a call could be served again, as after a change of the model, so it is asked.
+        self._refused = Refusals()
         self._lock = threading.RLock()
 
     @contextmanager
@@ -115,10 +119,22 @@ class TransformersModule(PlainModule):
             self._prepared, self.op_attention, self.one_request = False, True, False
             self._primed.clear()
             self._rules.clear()
+            self._refused.clear()
             self._causal = _is_causal(self.module)
             self._configs = _configs(self.module)
 
     # -- what the model means --------------------------------------------------------------------------------------
+
+    def _asked(self, **call: Any) -> Any:
+        """The model's own answer to a call of ours: without a cache unless it asks for one, and where the model has an
+        encoder beside its decoder, with the same tokens for both."""
+        if "use_cache" in self.names:
+            call.setdefault("use_cache", False)
+        if "decoder_input_ids" in self.names:
+            for name in ("input_ids", "attention_mask"):
+                if name in call and f"decoder_{name}" in self.names:
+                    call[f"decoder_{name}"] = call[name]
+        return self.forward(**call)
 
     @property
     def reads_first_column(self) -> bool:
@@ -131,9 +147,10 @@ class TransformersModule(PlainModule):
         if self.facts is not None or len(leads) != 1:
             return
         device = given[leads[0]].device
-        with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS), aside(device):
+        asks = f"{self.name} cannot be asked what it means by a call: one of {REAL} tokens of {leads[0]} alone"
+        with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS, asks), aside(device):
             if self.facts is None:
-                self.facts = hf_facts.learn(self.module, self.forward, self.names, leads[0], given[leads[0]])
+                self.facts = hf_facts.learn(self.module, self._asked, self.names, leads[0], given[leads[0]])
 
     def positions_for(self, spans: Spans) -> str | None:
         """What the model takes for positions of a padded batch where none are given: a rule of ``hf_facts``, or
@@ -149,14 +166,19 @@ class TransformersModule(PlainModule):
         if spans.dense or self.facts is None:
             return rule
         left = spans.left
+        if self._rules.get(left) is False:
+            self._refused.check(left)
+            del self._rules[left]
         if left not in self._rules:
             rules: list[str | None] = [rule, "ranks"] if rule == "columns" else [rule]
             with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
-                self._rules[left] = hf_facts.rule_of_padding(self.module, self.forward, left, rules)
+                self._rules[left] = hf_facts.rule_of_padding(self.module, self._asked, left, rules)
         found = self._rules[left]
         if found is False:
             side = "left" if left else "right"
-            raise NotServed(Reason.MASK, f"{side} padding changes what {self.name} computes for its real tokens")
+            refusal = NotServed(Reason.MASK, f"{side} padding changes what {self.name} computes for its real tokens")
+            self._refused.add(left, refusal)
+            raise refusal
         return found  # type: ignore[return-value]
 
     # -- before a trace ------------------------------------------------------------------------------------------
@@ -183,9 +205,11 @@ class TransformersModule(PlainModule):
     def _check(self, call: dict[str, Any]) -> None:
         try:
             self._check_op(call)
-        except NotServed:
-            if self._recurrent():
-                raise
+        except NotServed as refusal:
+            if found := self._recurrent():
+                if found in refusal.detail:
+                    raise
+                raise NotServed(refusal.reason, f"{self.name} has recurrent layers ({found})") from refusal
             # The model may attend by itself, or mask its calls by more than they say.
             with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION), Watching(REAL) as watching:
                 self.forward(**self._small_call(call, REAL))
@@ -206,7 +230,7 @@ class TransformersModule(PlainModule):
         with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
             alone = self._alone(calls)
             with PrefillBatch(lengths, device=device):
-                out = traced({k: call[k] for k in ("use_cache",) if k in call} | self._pack(calls))
+                out = traced(self._pack(calls) | {k: call[k] for k in ("use_cache",) if k in call})
         got = out[0] if call.get("use_cache") else out
         apart = error(leading(list(got.values()) if isinstance(got, dict) else got), alone)
         if strict and not apart <= allowed(alone):
@@ -229,8 +253,7 @@ class TransformersModule(PlainModule):
         device = next(v.device for v in call.values() if isinstance(v, Tensor))
         sites: list[str] = []
         with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
-            with self.attention(), counting_sites(sites), PrefillBatch(lengths, device=device):
-                got = leading(self.forward(**self._pack(calls)))
+            got = self._with_op(self._pack(calls), lengths, sites)
             self._check_sites(sites)
             # Some of transformers' implementations drop what others compute (sdpa: the soft cap), so the model's
             # eager attention is a second opinion.
@@ -266,6 +289,27 @@ class TransformersModule(PlainModule):
                 self.name,
                 errors[0],
             )
+
+    def _with_op(self, packed: dict[str, Any], lengths: tuple[int, ...], sites: list[str]) -> Tensor:
+        """A packed call in which the op is the model's attention.
+
+        Raises:
+            NotServed: the model itself can make the call, but not so: then no mask is made for its attention.
+        """
+        device = next(v.device for v in packed.values() if isinstance(v, Tensor))
+        try:
+            with self.attention(), counting_sites(sites), PrefillBatch(lengths, device=device):
+                return leading(self.forward(**packed))
+        except NotServed:
+            raise
+        except Exception as error:
+            failed = error
+        self.forward(**packed)
+        raise NotServed(
+            Reason.ATTENTION,
+            f"{self.name} computes with the mask of its attention calls itself, and the op is given none: "
+            f"{raised_in(failed)}",
+        ) from failed
 
     def _recurrent(self) -> str:
         """The class of a layer that carries a state from token to token; no graph is proven of a scan over tokens, and
@@ -304,12 +348,14 @@ class TransformersModule(PlainModule):
         small: dict[str, Any] = {}
         dims = self.token_dims(call)
         for name, value in call.items():
-            if name in ("logits_to_keep", "use_cache"):
+            if name == "logits_to_keep":
                 continue
             if name in ("input_ids", "inputs_embeds"):
                 small[name] = hf_facts.small_tokens(self.module, name, value, tokens)
             elif name == "position_ids":
                 small[name] = self._small_positions(value, tokens)
+            elif name == "use_cache":
+                small[name] = False
             elif name in dims:
                 shape = list(value.shape)
                 shape[dims[name]] = tokens
@@ -330,18 +376,6 @@ _RECURRENT = re.compile(
 
 # Heads of two-sided models that read one row of each request, by the class's name.
 _POOLING = ("SequenceClassification", "MultipleChoice", "NextSentence", "ForPreTraining")
-
-
-@contextmanager
-def refusing(reason: Reason) -> Iterator[None]:
-    """Small calls of our own that the model cannot make: the user's call then runs as it is."""
-    try:
-        yield
-    except NotServed:
-        raise
-    except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise NotServed(reason, f"a small call to learn from failed: {type(error).__name__}: {first}") from error
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -277,8 +277,9 @@ def _measure(model: Any, result: Result, said: list[str]) -> None:
                 unequal.append(f"{what}: raises {in_short(e)}")
                 continue
         after = fgc.report(model)
-        replayed = sum(after.replays.values()) > sum(before.replays.values())
         fell = after.fallbacks - before.fallbacks
+        # A launch whose result was thrown away is no answer.
+        replayed = sum(after.replays.values()) > sum(before.replays.values()) and not fell
         result.replays += replayed
         for reason in fell:
             reasons[reason.name] += 1

@@ -13,7 +13,7 @@ from torch import nn
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
 from tests.transformers_models.test_changes import check, logits, small
-from tests.transformers_models.whole import OPTIONS, close, fallbacks, replays, served, tiny
+from tests.transformers_models.whole import OPTIONS, close, fallbacks, replays, tiny
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
@@ -77,7 +77,7 @@ def test_a_model_with_an_adapter_is_compiled_by_its_body() -> None:
     check(model, eager)
     with model.disable_adapter(), eager.disable_adapter():
         check(model, eager)
-    assert served(model) == 4
+    assert replays(model) == 4
     assert set(fallbacks(model)) <= {Reason.CHANGED}
     assert fgc.warmup(model).ready
 
@@ -105,14 +105,14 @@ def test_weights_that_are_moved_at_each_call_are_refused_by_name(moved: Any, fir
     if not first:
         check(model, eager)
         moved(model, tmp_path)
-    launched = served(model)
+    launched = replays(model)
     check(model, eager)
     assert fallbacks(model)[Reason.OFFLOADED] == 2
     assert "AlignDevicesHook on" in fgc.report(model).details[Reason.OFFLOADED]
     if moved is offloaded:
         accelerate.hooks.remove_hook_from_submodules(model)
         check(model, eager)
-        assert served(model) == launched + 2
+        assert replays(model) == launched + 2
 
 
 def test_a_hook_of_accelerate_on_the_body_runs_around_it() -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
+from fullgraph_compile.integrations import hf_front
 from fullgraph_compile.tracing import Tracer
-from tests.transformers_models.whole import call, close, fallbacks, padded, pair, replays, rows_equal, served
+from tests.transformers_models.whole import call, close, fallbacks, padded, pair, replays, rows_equal
 
 Undo = Callable[[], Any]
 
@@ -86,6 +87,27 @@ def test_a_class_that_is_patched_is_noticed(name: str, monkeypatch: pytest.Monke
     assert fgc.report(model).compiles == 2
 
 
+def test_a_launch_whose_result_is_thrown_away_is_counted_apart() -> None:
+    model, eager = small()
+    check(model, eager)
+    for m in (model, eager):
+        m.model.norm.variance_epsilon = 0.5
+    check(model, eager)
+    report = fgc.report(model)
+    assert (replays(model), report.dropped.total(), report.fallbacks[Reason.CHANGED]) == (4, 1, 1)
+    assert sum(bucket * n for bucket, n in report.replays.items()) - report.padding.total() == 4 * 14
+    assert "1 more launch" in str(report)
+
+
+def test_a_launch_whose_result_cannot_be_given_back_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, eager = small()
+    check(model, eager)
+    monkeypatch.setattr(hf_front, "_ROWS", frozenset())
+    check(model, eager, 1)
+    report = fgc.report(model)
+    assert (replays(model), report.dropped.total(), report.fallbacks[Reason.ARGUMENTS]) == (2, 1, 1)
+
+
 def test_what_was_learned_of_a_model_is_learned_anew_after_a_change() -> None:
     """transformers masks by the config, the op by the attribute: they now say different things."""
     model, eager = small()
@@ -135,7 +157,7 @@ def test_a_hook_that_keeps_what_it_sees_sees_every_call_as_it_is() -> None:
 def test_what_does_not_trace_is_not_tried_at_each_call(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     model, eager = small()
     check(model, eager)
-    launched, tried, trace = served(model), [], Tracer.trace
+    launched, tried, trace = replays(model), [], Tracer.trace
     monkeypatch.setattr(Tracer, "trace", lambda *args: (tried.append(args), trace(*args))[1])
     handle = model.model.layers[0].register_forward_hook(lambda module, args, out: print("seen"))
     for seed in range(20):
@@ -144,10 +166,10 @@ def test_what_does_not_trace_is_not_tried_at_each_call(monkeypatch: pytest.Monke
         assert capsys.readouterr().out.count("seen") >= 1
     assert fallbacks(model) == {Reason.CHANGED: 1, Reason.NOT_TRACED: 20}
     assert len(tried) <= 6
-    assert served(model) == launched
+    assert replays(model) == launched
     handle.remove()
     check(model, eager)
-    assert served(model) == launched + 2
+    assert replays(model) == launched + 2
 
 
 def test_a_hook_on_all_modules_is_called() -> None:

@@ -70,6 +70,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 8},
     "ministral": {"head_dim": 16},
+    "mistral4": {"num_key_value_heads": 4},
     "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "attention_hidden_size": 128},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "xmod": {"default_language": "en_XX"},

@@ -90,10 +90,5 @@ def replays(model: Any) -> int:
     return sum(fgc.report(model).replays.values())
 
 
-def served(model: Any) -> int:
-    """Calls answered by a replay: what a replay gave after a change of the model was dropped."""
-    return replays(model) - fgc.report(model).fallbacks[fgc.Reason.CHANGED]
-
-
 def fallbacks(model: Any) -> dict[fgc.Reason, int]:
     return dict(fgc.report(model).fallbacks)
