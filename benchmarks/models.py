@@ -2,10 +2,11 @@
 
     python benchmarks/models.py                      # all of architectures.txt, going on where the last run stopped
     python benchmarks/models.py --only llama,bloom --fresh
+    python benchmarks/models.py --stale              # again what an earlier state of the code gave
     python benchmarks/models.py --write-list         # make architectures.txt from the installed transformers
 
-Each architecture runs in a process of its own with a time limit. Writes docs/models.md, and exits with 1 where a
-compiled model gave anything else than eager.
+Each architecture runs in a process of its own with a limit of processor time. Writes docs/models.md, and exits with 1
+where a compiled model gave anything else than eager.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
+import hashlib
 import inspect
 import json
 import multiprocessing
@@ -79,9 +81,22 @@ def _reads_text(class_name: str) -> bool:
     return kind.main_input_name == "input_ids" and "input_ids" in names and not other
 
 
-def _work(pipe: Connection, key: Key) -> None:
+def _code() -> str:
+    """Of the code that a result comes from: the package, and the recipes and calls of the models."""
+    digest = hashlib.sha256()
+    own = [ROOT / "tests" / "transformers_models" / name for name in ("architectures.py", "tiny_configs.py")]
+    for path in sorted([*ROOT.glob("fullgraph_compile/**/*.py"), *ROOT.glob("passes/*.py"), *own]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+CODE = _code()
+
+
+def _work(pipe: Connection, key: Key, limit: float) -> None:
     """In a process of its own: one architecture, its result through the pipe."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
@@ -110,7 +125,7 @@ def run(keys: list[Key], jobs: int, limit: float, results: dict[Key, dict[str, A
             while todo and len(running) < jobs and time.monotonic() < until:
                 key = todo.pop(0)
                 mine, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(theirs, key), daemon=True)
+                process = context.Process(target=_work, args=(theirs, key, limit), daemon=True)
                 process.start()
                 theirs.close()
                 running[mine] = (key, process, time.monotonic())
@@ -120,15 +135,15 @@ def run(keys: list[Key], jobs: int, limit: float, results: dict[Key, dict[str, A
             for pipe, (key, process, start) in list(running.items()):
                 seconds = time.monotonic() - start
                 if pipe in ready:
-                    result = _received(pipe, key, process)
-                elif seconds > limit:
+                    result = _received(pipe, key, process, limit)
+                elif seconds > _WAITS * limit:
                     process.kill()
-                    result = _stopped(key, f"more than {limit:.0f} s")
+                    result = _stopped(key, f"more than {_WAITS * limit:.0f} s")
                 else:
                     continue
                 process.join()
                 del running[pipe]
-                results[key] = result
+                results[key] = {**result, "code": CODE}
                 _save(results)
                 print(
                     f"{len(results):4d}  {'/'.join(key):36s} {result['status']:10s} {result['reason'][:110]}",
@@ -139,11 +154,17 @@ def run(keys: list[Key], jobs: int, limit: float, results: dict[Key, dict[str, A
             process.kill()
 
 
-def _received(pipe: Any, key: Key, process: Any) -> dict[str, Any]:
+# Of processes that share the processor, or wait for something, so many times the limit.
+_WAITS = 20
+
+
+def _received(pipe: Any, key: Key, process: Any, limit: float) -> dict[str, Any]:
     try:
         return pipe.recv()
     except EOFError:
         process.join()
+        if process.exitcode == -signal.SIGXCPU:
+            return _stopped(key, f"more than {limit:.0f} s of processor time")
         return _stopped(key, f"the process ended with code {process.exitcode}")
 
 
@@ -219,6 +240,8 @@ def page(results: dict[Key, dict[str, Any]], listed: list[Key]) -> str:
         "A graph here is a recorded tape of the same calls, replayed without the Python code: what a CUDA graph may "
         "capture beyond it, such as kernels that only a GPU has, is not measured here.",
     ]
+    if old := sum(r.get("code") != CODE for r in results.values()):
+        lines += ["", f"{old} of the {len(results)} results are of an earlier state of the code."]
     for status in ORDER:
         rows = [results[k] for k in listed if k in results and results[k]["status"] == status]
         if not rows:
@@ -251,9 +274,10 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="NAMES", help="names, with commas between them")
     parser.add_argument("--mapping", choices=list(NAMES), help="only the names of this mapping")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="for one architecture")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="processor time of each")
     parser.add_argument("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help="start none later")
     parser.add_argument("--fresh", action="store_true", help="run again what an earlier run has the result of")
+    parser.add_argument("--stale", action="store_true", help="run again what other code than this gave")
     parser.add_argument("--again", default="", metavar="STATUS", help="run again what had this status")
     parser.add_argument("--write-list", action="store_true", help="make architectures.txt anew, and stop")
     args = parser.parse_args()
@@ -265,10 +289,19 @@ def main() -> int:
     keys = [k for k in listed if (not only or k[1] in only) and args.mapping in (None, k[0])]
     if only - {name for _, name in keys}:
         parser.error(f"not in {LIST.name}: {', '.join(sorted(only - {name for _, name in keys}))}")
-    for key in keys:
-        if args.fresh or (args.again and results.get(key, {}).get("status", "").startswith(args.again)):
-            results.pop(key, None)
-    run([k for k in keys if k not in results], args.jobs, args.limit, results, time.monotonic() + args.stop_after)
+
+    def due(had: dict[str, Any]) -> bool:
+        again = args.again and had["status"].startswith(args.again)
+        return args.fresh or again or (args.stale and had.get("code") != CODE)
+
+    # What is run again keeps its old result until there is a new one.
+    run(
+        [k for k in keys if k not in results or due(results[k])],
+        args.jobs,
+        args.limit,
+        results,
+        time.monotonic() + args.stop_after,
+    )
 
     listed_results = {k: results[k] for k in listed if k in results}
     wrong = [r for r in listed_results.values() if r["status"] == arch.UNEQUAL]

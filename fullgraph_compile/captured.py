@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,11 +52,27 @@ class PlainGraph:
         if batch is not None and batch.requests > 1 and not self.separates():
             raise FallbackError(
                 f"{self.report.name} cannot be called with {batch!r}: no graph replays ({self.reason.value}"
-                f"{f': {self.detail}' if self.detail else ''}), and the model's own attention is not known to tell "
-                "requests apart"
+                f"{f': {self.detail}' if self.detail else ''}), and the model is not known to tell requests apart"
             )
         self.report.fell_back(self.reason, self.detail, strict=self.strict)
         return self.call(*args)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """How a graph runs for one request of a batch at a time.
+
+    Attributes:
+        why: what puts rows of several requests together otherwise, in words.
+        inputs: token dim of each input that has one, by its index.
+        sizes: inputs that are the token count.
+        outputs: token dim of each result; None = it has none, or is no tensor.
+    """
+
+    why: str
+    inputs: dict[int, int]
+    sizes: tuple[int, ...]
+    outputs: tuple[int | None, ...]
 
 
 class CapturedGraph:
@@ -71,7 +87,9 @@ class CapturedGraph:
         detail: what blocks the graph, for the report.
         serves: whether the trace is for a token count, by the guards that tracing put on it.
         serves_one: whether it may be for a single token too, which no branch of the model leaves out.
-        tail_mixes: ops of the tail that are not row by row, in words; it runs on the rows of all requests at once.
+        tail_mixes: ops of the tail that are not row by row, in words.
+        tail_alone: where the tail puts rows together: how it is run for each request of a batch alone; else it runs on
+            the rows of all requests at once.
     """
 
     def __init__(
@@ -86,8 +104,10 @@ class CapturedGraph:
         serves: Callable[[int], bool] = lambda tokens: True,
         serves_one: bool = False,
         tail_mixes: str = "",
+        tail_alone: Alone | None = None,
         strict: bool = False,
     ) -> None:
+        self.tail_alone = tail_alone
         self.serves = serves
         self.serves_one = serves_one
         self.tail_mixes = tail_mixes
@@ -115,8 +135,11 @@ class CapturedGraph:
                 self._count(refusal, batch, args)
             # Also where no graph is used: run together, the requests would get each other's positions, or be mixed by
             # the op for which the body is not proven.
+            several = batch.requests > 1 and batch.tokens > 0
             alone = runner.limits.single_request or runner.limits.blocked is Reason.UNPROVEN
-            if alone and batch.requests > 1 and batch.tokens:
+            if several and self.tail_alone is not None and active_batch() is not None:
+                return self._tail_too(args, batch, self.tail_alone)
+            if several and alone:
                 rows = self._one_by_one(args, batch)
             else:
                 try:
@@ -154,29 +177,56 @@ class CapturedGraph:
 
     def _one_by_one(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
         """Each request in a call of its own, for a body whose rows tell requests apart only that way."""
-        parts: list[list[Tensor]] = []
+        inputs, dims = self.runner.inputs, [dim for _, dim in self.runner.outputs]
+        parts = [
+            [t.clone() for t in rows] for _, rows in self._requests(args, batch, inputs.tokens, tuple(inputs.sizes))
+        ]
+        why = self.detail or self.report.proof if self.runner.limits.blocked is Reason.UNPROVEN else ""
+        return self._together(parts, dims, batch, why)
+
+    def _tail_too(self, args: Sequence[Any], batch: PrefillBatch, alone: Alone) -> tuple[Any, ...]:
+        """Each request in a call of its own, the tail included."""
+        parts: list[list[Any]] = []
+        inputs = alone.inputs | self.runner.inputs.tokens
+        for one, rows in self._requests(args, batch, inputs, (*alone.sizes, *self.runner.inputs.sizes)):
+            results = self.tail(*rows, *[one[i] for i in self.tail_inputs])
+            parts.append([r.clone() if isinstance(r, Tensor) else r for r in results])
+        return tuple(self._together(parts, alone.outputs, batch, alone.why))
+
+    def _requests(
+        self, args: Sequence[Any], batch: PrefillBatch, inputs: dict[int, int], sizes: tuple[int, ...]
+    ) -> Iterator[tuple[list[Any], list[Tensor]]]:
+        """Arguments of each request that has tokens, and what the body makes of them; the next overwrites it."""
         start = 0
         for r, new in enumerate(batch.new_tokens):
             if new == 0:
                 continue
             alone = batch.request(r)
             one = list(args)
-            for i, dim in self.runner.inputs.tokens.items():
+            for i, dim in inputs.items():
                 one[i] = args[i].narrow(dim, start, new)
-            for i in self.runner.inputs.sizes:
+            for i in sizes:
                 one[i] = new
-            part, decision = self.runner.run(one, alone)
+            rows, decision = self.runner.run(one, alone)
             self._count(decision, alone, one)
-            parts.append([t.clone() for t in part])
+            yield one, rows
             start += new
-        dims = [dim for _, dim in self.runner.outputs]
-        if self.runner.limits.blocked is Reason.UNPROVEN:
-            whole = [[p[i] for p in parts] for i, dim in enumerate(dims) if dim is None]
-            if not all(torch.equal(same[0], other) for same in whole for other in same[1:]):
-                raise FallbackError(
-                    f"{self.report.name} cannot be called with {batch!r}: it is not proven to keep requests apart "
-                    f"({self.detail or self.report.proof}), and returns something else than rows, which depends on them"
-                )
+
+    def _together(self, parts: list[list[Any]], dims: Sequence[int | None], batch: PrefillBatch, why: str) -> list[Any]:
+        """Results of each request as those of the batch: rows one behind the other, and what is the same for all.
+
+        Args:
+            why: what may make other results differ between requests; empty = nothing does.
+
+        Raises:
+            FallbackError: they differ.
+        """
+        whole = [[p[i] for p in parts] for i, dim in enumerate(dims) if dim is None]
+        if why and not all(_same(same[0], other) for same in whole for other in same[1:]):
+            raise FallbackError(
+                f"{self.report.name} cannot be called with {batch!r}: it is not proven to keep requests apart "
+                f"({why}), and returns something else than rows, which depends on them"
+            )
         return [parts[0][i] if dim is None else torch.cat([p[i] for p in parts], dim) for i, dim in enumerate(dims)]
 
     def _count(self, decision: Decision, batch: PrefillBatch, args: Sequence[Any]) -> None:
@@ -272,9 +322,15 @@ class StaticGraph:
         if batch.cache is not None or (batch.requests > 1 and not self._separates()):
             raise ValueError(
                 f"{batch!r} {what}, but this call was traced for exactly {self.tokens} tokens, with "
-                "the model's own attention, which takes them for one request; mark the token dim with "
-                "torch._dynamo.mark_dynamic, or use fullgraph_compile.compile"
+                "the model's own attention, which takes them for one request, or it puts their rows together; mark "
+                "the token dim with torch._dynamo.mark_dynamic, or use fullgraph_compile.compile"
             )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
 
 
 def check_batch(batch: PrefillBatch, tokens: int, device: torch.device) -> None:

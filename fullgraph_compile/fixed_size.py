@@ -30,6 +30,7 @@ from fullgraph_compile.compilers import TraceAgain
 from fullgraph_compile.dispatch import Limits, Reason
 from fullgraph_compile.graphs import create_recorder
 from fullgraph_compile.options import Options
+from fullgraph_compile.passes.check_row_independence import check_row_independence
 from fullgraph_compile.passes.common import (
     copy_graph,
     find_token,
@@ -42,6 +43,7 @@ from fullgraph_compile.passes.common import (
 )
 from fullgraph_compile.passes.mark_attention import mark_attention
 from fullgraph_compile.passes.pad_to_bucket import Padding
+from fullgraph_compile.passes.requests_meet import might_meet, requests_meet
 from fullgraph_compile.passes.split_pieces import Pieces, written_inputs
 from fullgraph_compile.passes.split_tail import whole_body
 from fullgraph_compile.program import Program
@@ -136,7 +138,8 @@ def _static_runner(
 
 
 def separates(gm: GraphModule) -> Callable[[], bool]:
-    """Whether the graph's own attention tells the requests of a packed call apart: by the op, or by its masks.
+    """Whether the graph as it was traced tells the requests of a packed call apart: its attention by the op or by its
+    masks, and nothing else in it puts rows together.
 
     A mask that is an input of the graph is the caller's own, as where Dynamo has cut a model in front of its layers.
     """
@@ -144,20 +147,25 @@ def separates(gm: GraphModule) -> Callable[[], bool]:
     @cache
     def ask() -> bool:
         calls = [n for n in gm.graph.nodes if op_name(n) == "scaled_dot_product_attention"]
-        if not calls:
-            # The op, or no attention at all; a softmax may be attention that is written out.
-            return all(op_name(n) != "softmax" for n in gm.graph.nodes)
+        if not calls and any(op_name(n) == "softmax" for n in gm.graph.nodes):
+            return False  # it may be attention that is written out
         masks: list[Any] = [n.kwargs.get("attn_mask", n.args[3] if len(n.args) > 3 else None) for n in calls]
-        if all(isinstance(m, Node) and m.op == "placeholder" for m in masks):
-            return True
+        given = bool(calls) and all(isinstance(m, Node) and m.op == "placeholder" for m in masks)
         weights = frozenset(n.name for n in placeholders(gm) if is_weight(n))
         token, why = find_token(gm, lambda n: n.name in weights)
+        rest = gm
         try:
-            if why == "static":
-                token = sympy.Integer(_static_tokens(gm, weights))
-            marked = None if token is None else mark_attention(gm, token)
+            fixed = _static_tokens(gm, weights) if why == "static" else None
+            token = token if fixed is None else sympy.Integer(fixed)
+            if calls and not given:
+                marked = None if token is None else mark_attention(gm, token)
+                if marked is None or marked.refusals or marked.requests == "one":
+                    return False
+                rest = marked.gm
         except Refused:
             return False
-        return marked is not None and not marked.refusals and marked.requests != "one"
+        if fixed is not None:
+            return not might_meet(rest, fixed)
+        return given or token is None or not requests_meet(rest, check_row_independence(rest, token), ())
 
     return ask

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fullgraph_compile.assembly import (
     WRITES,
@@ -24,7 +24,7 @@ from fullgraph_compile.assembly import (
 )
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.capture import Inputs
-from fullgraph_compile.captured import CapturedGraph, StaticGraph
+from fullgraph_compile.captured import Alone, CapturedGraph, StaticGraph
 from fullgraph_compile.counts import buckets_of, guards
 from fullgraph_compile.dispatch import Decision, Limits, Reason, decide
 from fullgraph_compile.fitting import Fitting
@@ -41,14 +41,17 @@ from fullgraph_compile.passes.common import (
     find_token,
     free_symbols,
     is_weight,
+    output_node,
     placeholders,
     refusal,
+    token_dims,
     value_of,
 )
 from fullgraph_compile.passes.fold_scalars import fold_scalars
 from fullgraph_compile.passes.fuse_projections import fuse_projections
 from fullgraph_compile.passes.mark_attention import mark_attention
 from fullgraph_compile.passes.pad_to_bucket import Padding, pad_to_bucket
+from fullgraph_compile.passes.requests_meet import requests_meet
 from fullgraph_compile.passes.split_pieces import split_pieces, written_inputs
 from fullgraph_compile.passes.split_tail import Split, split_tail, whole_body
 from fullgraph_compile.program import Program
@@ -168,7 +171,25 @@ def _build_symbolic(
         serves=serves,
         serves_one=layouts,
         tail_mixes="" if blocked else some_of(proof.refusals),
+        tail_alone=None if blocked else _tail_alone(marked.gm, proof, split, token),
         strict=options.strict,
+    )
+
+
+def _tail_alone(gm: GraphModule, proof: Proof, split: Split, token: sympy.Symbol) -> Alone | None:
+    """How to run the tail for each request of a batch alone, where it puts rows together; else None."""
+    met = requests_meet(gm, proof, {n.name for n in split.body.graph.nodes})
+    if not met:
+        return None
+    inputs = {i: token_dims(value_of(n), token) for i, n in enumerate(placeholders(gm))}
+    sizes = [i for i, n in enumerate(placeholders(gm)) if expression(value_of(n)) == token]
+    leaves: Any = output_node(gm).args[0]
+    dims = [token_dims(value_of(n), token) if isinstance(n, Node) else () for n in leaves]
+    return Alone(
+        some_of(met),
+        {i: found[0] for i, found in inputs.items() if found},
+        tuple(sizes),
+        tuple(d[0] if len(d) == 1 else None for d in dims),
     )
 
 

@@ -63,6 +63,13 @@ def bind(front: TransformersModule, given: dict[str, Any], active: PrefillBatch 
     spans, batch, reads = _spans(front, rows, columns, mask, positions, active, tokens.device)
     if spans.left and front.reads_first_column:
         raise NotServed(Reason.MASK, f"left padding, and {front.name} pools the first column, which is padding")
+    several = rows == 1 and active is not None and active.requests > 1
+    if several and not front.keeps_rows:
+        raise NotServed(
+            Reason.ARGUMENTS,
+            f"{front.name} may put rows of several requests of a packed call together; give a padded batch, or call "
+            f"the {type(front.module).__name__} in it",
+        )
     packing = Packing(spans, tokens.device, mask if isinstance(mask, Tensor) else None)
     if not (spans.dense or decoder_masked) and "decoder_input_ids" in front.names:
         raise NotServed(Reason.MASK, "attention_mask without decoder_attention_mask: the decoder has no padding there")
@@ -75,7 +82,7 @@ def bind(front: TransformersModule, given: dict[str, Any], active: PrefillBatch 
         call["position_ids"] = positions
     if cache is not None and packing.trivial and batch.requests > 1:
         raise NotServed(Reason.ARGUMENTS, "use_cache is on, but a packed batch leaves no cache: give use_cache=False")
-    back = Back(front, packing, cache, dicts)
+    back = Back(front, packing, cache, dicts, tuple(active.new_tokens) if several and active is not None else ())
     return Bound(call, batch, None if back.nothing else back, reads, padded=not packing.trivial)
 
 
@@ -267,6 +274,8 @@ class Back:
     packing: Packing
     cache: Any
     dicts: bool
+    # Tokens of each request of a packed call; empty where they are one, or the rows of a padded batch.
+    requests: tuple[int, ...] = ()
 
     @property
     def nothing(self) -> bool:
@@ -287,7 +296,9 @@ class Back:
         done: dict[int, Tensor] = {}  # the last hidden state is also the last of all hidden states
         fields = {name: self._padded(name, value, done) for name, value in result.items()}
         if self._facts.pooler is not None:
-            fields["pooler_output"] = self._facts.pooler(self.front.module, fields["last_hidden_state"])
+            parts = fields["last_hidden_state"].split(self.requests, dim=1) if self.requests else ()
+            rows = [p for p in parts if p.shape[1]] or [fields["last_hidden_state"]]
+            fields["pooler_output"] = torch.cat([self._facts.pooler(self.front.module, r) for r in rows])
         if self.cache is not None:
             hf_cache.fill(self.cache, keys, values, self.packing)
             fields[hf_cache.name_in(self.front.names)] = self.cache

@@ -57,6 +57,7 @@ class TransformersModule(PlainModule):
         self.name = type(whole).__name__
         self.names = list(inspect.signature(module.forward).parameters)
         self.facts: Facts | None = None
+        self._rows_stay = whole is module or _keeps_rows(whole)
         self._whole_pools = whole is not module and any(part in self.name for part in _POOLING)
         self._causal = _is_causal(module)
         self._configs = _configs(module)
@@ -141,6 +142,11 @@ class TransformersModule(PlainModule):
         """Whether something on top of the hidden states reads the first column of a padded batch."""
         pools = self.facts is not None and self.facts.pooler is not None
         return (pools or self._whole_pools) and not self._causal
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether what is on top of the hidden states takes each row by itself, or what the body has pooled."""
+        return self._rows_stay or (self._whole_pools and self.facts is not None and self.facts.pooler is not None)
 
     def learn(self, given: dict[str, Any]) -> None:
         leads = [n for n in ("input_ids", "inputs_embeds") if isinstance(given.get(n), Tensor)]
@@ -376,6 +382,18 @@ _RECURRENT = re.compile(
 
 # Heads of two-sided models that read one row of each request, by the class's name.
 _POOLING = ("SequenceClassification", "MultipleChoice", "NextSentence", "ForPreTraining")
+
+
+# Heads that work row by row, by the class's name.
+_ROW_BY_ROW = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration",
+               "ForQuestionAnswering", "ForQuestionAnsweringSimple")  # fmt: skip
+
+
+def _keeps_rows(whole: nn.Module) -> bool:
+    while (base := getattr(whole, "get_base_model", None)) is not None and base() is not whole:
+        whole = base()
+    kind = type(whole)
+    return kind.__module__.startswith("transformers.") and kind.__name__.endswith((*_ROW_BY_ROW, "Model"))
 
 
 def _is_causal(module: nn.Module) -> bool:

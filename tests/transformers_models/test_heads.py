@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 
+import fullgraph_compile as fgc
 from fullgraph_compile import Reason
-from tests.transformers_models.whole import call, close, fallbacks, padded, pair, replays, rows_equal
+from tests.transformers_models.whole import OPTIONS, call, close, fallbacks, padded, pair, replays, rows_equal, tiny
 
 
 @pytest.mark.parametrize(
@@ -74,3 +78,50 @@ def test_an_encoder_and_decoder_in_one_runs_eagerly() -> None:
     assert torch.equal(got, want)
     assert torch.equal(model.generate(**inputs, max_new_tokens=3), eager.generate(**inputs, max_new_tokens=3))
     assert fallbacks(model)
+
+
+def packed_call(model: torch.nn.Module, lengths: list[int]) -> tuple[Any, list[torch.Tensor]]:
+    """Requests in one packed call, and the ids of each."""
+    ids = list(torch.arange(2, 2 + sum(lengths)).split(lengths))
+    with torch.no_grad(), fgc.PrefillBatch(lengths, device="cpu"):
+        return model(input_ids=torch.cat(ids)[None]), ids
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_a_packed_batch_is_pooled_request_by_request(kind: str) -> None:
+    model, eager = pair("Bert", kind)
+    got, ids = packed_call(model, [3, 1, 5])
+    want = torch.cat([call(eager, input_ids=x[None])[1 if kind == "Model" else 0] for x in ids])
+    close(got[1] if kind == "Model" else got.logits, want)
+    assert replays(model) == 1
+
+
+@pytest.mark.parametrize("name", ["Roberta", "Llama"])
+def test_a_head_that_picks_a_row_of_a_packed_batch_is_refused(name: str) -> None:
+    model, eager = pair(name, "ForSequenceClassification")
+    with pytest.raises(fgc.FallbackError, match="give a padded batch"):
+        packed_call(model, [3, 5])
+    got, ids = packed_call(model, [5])
+    close(got.logits, call(eager, input_ids=ids[0][None]).logits)
+
+
+def test_a_head_of_the_users_own_is_refused_for_a_packed_batch() -> None:
+    from transformers import BertPreTrainedModel
+
+    class Centred(BertPreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.bert = tiny("Bert", "Model")
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
+            rows = self.bert(input_ids, attention_mask=attention_mask)[0]
+            return rows - rows.mean(1, keepdim=True)
+
+    model = Centred(tiny("Bert", "Model").config).eval()
+    eager = copy.deepcopy(model)
+    fgc.compile(model, **OPTIONS)
+    with pytest.raises(fgc.FallbackError, match="Centred may put rows of several requests"):
+        packed_call(model, [3, 5])
+    got, ids = packed_call(model, [5])
+    close(got, call(eager, ids[0][None]))
+    assert replays(model) == 1
