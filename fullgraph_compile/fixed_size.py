@@ -43,7 +43,7 @@ from fullgraph_compile.passes.common import (
 )
 from fullgraph_compile.passes.mark_attention import mark_attention
 from fullgraph_compile.passes.pad_to_bucket import Padding
-from fullgraph_compile.passes.requests_meet import might_meet, requests_meet
+from fullgraph_compile.passes.requests_meet import might_meet, requests_meet, rows_made_of
 from fullgraph_compile.passes.split_pieces import Pieces, written_inputs
 from fullgraph_compile.passes.split_tail import whole_body
 from fullgraph_compile.program import Program
@@ -166,6 +166,10 @@ def separates(gm: GraphModule) -> Callable[[], bool]:
             return False
         if fixed is not None:
             return not might_meet(rest, fixed)
-        return given or token is None or not requests_meet(rest, check_row_independence(rest, token), ())
+        if given or token is None:
+            return True
+        matters = {n.name for n in rows_made_of(rest, token)}
+        others = {n.name for n in rest.graph.nodes} - matters
+        return not requests_meet(rest, check_row_independence(rest, token), others)
 
     return ask

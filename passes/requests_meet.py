@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from . import row_functions as other
 from . import row_indexing, row_products
 from .check_row_independence import Proof
-from .common import Refusal, is_size, refusal, token_dims, value_of
+from .common import Refusal, is_size, output_node, refusal, token_dims, value_of
 from .row_functions import cast, elementwise
 from .row_memory import canonical
 from .row_rules import TABLE
@@ -90,17 +90,28 @@ def might_meet(gm: GraphModule, tokens: int) -> str:
     There a dim of that size is taken for the token dim, of two the first; what is not known is not trusted.
     """
     picked: set[Node] = set()
-    for node in _live(gm):
+    for node in rows_made_of(gm, tokens):
         why = _static(node, tokens, picked)
         if why:
             return str(refusal(node, why))
     return ""
 
 
-def _live(gm: GraphModule) -> list[Node]:
-    """Calls that the result depends on, in order."""
+def rows_made_of(gm: GraphModule, token: Any) -> list[Node]:
+    """Calls that a result depends on which may be rows, in order.
+
+    Masks and positions, which Dynamo hands from one of its graphs to the next, are none: they say who is who.
+    """
     seen: set[Node] = set()
-    stack = [n for n in gm.graph.nodes if n.op == "output"]
+    stack = []
+    for leaf in output_node(gm).all_input_nodes:
+        value = value_of(leaf)
+        if (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and (value.dim() < 4 or len(token_dims(value, token)) < 2)
+        ):
+            stack.append(leaf)
     while stack:
         node = stack.pop()
         if node not in seen:
