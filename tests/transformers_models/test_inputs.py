@@ -76,7 +76,7 @@ def test_positions_of_a_padded_batch() -> None:
     of_all = torch.arange(7)[None] + 2
     of_each = of_all + torch.tensor([[0], [3], [5]])
     from_the_mask = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    for count, positions in enumerate((of_all, of_each, from_the_mask), 1):
+    for count, positions in enumerate((of_all, of_all[0], of_each, from_the_mask), 1):
         got = call(model, **inputs, position_ids=positions, use_cache=False)[0]
         want = call(eager, **inputs, position_ids=positions, use_cache=False)[0]
         rows_equal(got, want, inputs["attention_mask"])

@@ -7,7 +7,7 @@ import torch
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
-from tests.transformers_models.whole import call, fallbacks, padded, pair, replays, rows_equal
+from tests.transformers_models.whole import call, fallbacks, padded, pair, replays, rows_equal, tiny
 
 BATCHES = [[5], [3, 7], [4, 4, 4], [1, 9, 2, 6], [7, 1, 3, 5, 2]]
 
@@ -113,3 +113,37 @@ def test_a_mask_that_only_the_device_knows_is_used_without_reading_it() -> None:
     holes = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
     packing = Packing(Spans(4, (3, 4), None), torch.device("cpu"), holes)
     assert packing.unpack(packing.pack(rows.view(2, 12)[:, :4])[0]).isnan().all()
+
+
+def test_a_padded_call_asks_no_tensor_for_its_values() -> None:
+    """No op whose result depends on data, no value read: on a device each would wait for it."""
+    model, _ = pair("Llama")
+    calls = [padded([3, 7, 5], side) for side in ("right", "left", "right")]
+    for inputs in calls:
+        call(model, **inputs, use_cache=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        for inputs in calls:
+            call(model, **inputs, use_cache=False)
+    names = {event.name.removeprefix("aten::") for event in seen.events()}
+    assert "index_select" in names or "index" in names or "embedding" in names
+    assert not names & {"item", "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero"}
+    assert replays(model) == 6
+
+
+@pytest.mark.gpu
+def test_a_mask_on_the_device_is_read_once_and_not_at_all_where_a_batch_gives_the_lengths() -> None:
+    model = tiny("Llama").cuda()
+    fgc.compile(model, buckets=[16, 48])
+    lengths = [3, 7, 5]
+    inputs = {k: v.cuda() for k, v in padded(lengths).items()}
+    for _ in range(2):
+        call(model, **inputs, use_cache=False)
+    assert fgc.report(model).device_reads == 2
+    with fgc.PrefillBatch(lengths, device="cuda"):
+        call(model, **inputs, use_cache=False)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call(model, **inputs, use_cache=False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert fgc.report(model).device_reads == 2
