@@ -181,6 +181,8 @@ class StaticBatch:
         page_table: ``[R, P]`` int32, pages of each request; unused cells hold reserved page 0.  None without a cache.
         slot_ids: ``[tokens]`` int64, where each row's K and V are written: page * page_size + offset in the page;
             padded rows 0, which is in reserved page 0.  -1 is written nowhere.  None without a cache.
+        table_rows: ``[R]`` integers, the row of ``page_table`` that each request has, where the table is an engine's
+            own, with a row for each request that it knows; read for live requests only.  None = request i has row i.
     """
 
     tokens: int
@@ -197,6 +199,7 @@ class StaticBatch:
     cache: PagedKVCache | None = None
     page_table: Tensor | None = None
     slot_ids: Tensor | None = None
+    table_rows: Tensor | None = None
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:

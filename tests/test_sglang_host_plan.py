@@ -96,7 +96,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashInferAttnBackend
     monkeypatch.setattr(host_plan._Blocks, "_new_event", lambda self: Event())
     monkeypatch.setattr(host_plan, "planner_arguments", lambda split: (-1, not split, 0))
     attention = FlashInferAttnBackend()
-    assert host_plan.install(attention, SimpleNamespace())
+    assert host_plan.install(attention, SimpleNamespace()) is None
     for bucket in (64, 16, 8):
         attention.init_forward_metadata_out_graph(batch([bucket]), in_capture=True)
     yield attention
@@ -176,7 +176,7 @@ def test_other_kernels_and_windows_keep_sglangs_plan(change: dict[str, Any], why
     for name, value in change.items():
         setattr(attention, name, value)
     assert why in str(host_plan.unsupported(attention, SimpleNamespace()))
-    assert not host_plan.install(attention, SimpleNamespace())
+    assert why in str(host_plan.install(attention, SimpleNamespace()))
     assert "init_forward_metadata_out_graph" not in vars(attention)
 
 
@@ -214,7 +214,7 @@ def in_graph(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     static = SimpleNamespace(**vars(batch([64])), req_pool_indices=torch.zeros(SLOTS, dtype=torch.int64))
     bodies: list[int] = []
     runner: Any = SimpleNamespace(_run_forward=lambda batch, tokens: bodies.append(tokens))
-    assert host_plan.install(attention, runner, in_graph=True)
+    assert host_plan.install(attention, runner, in_graph=True) is None
     for bucket in (64, 16, 8):
         static.positions = torch.zeros(bucket)
         static.seq_lens[0] = static.extend_seq_lens[0] = bucket
@@ -268,7 +268,7 @@ def test_where_rows_are_listed_in_another_way_sglang_does_so(in_graph: SimpleNam
 def test_another_runner_gets_plans_of_its_own(in_graph: SimpleNamespace) -> None:
     first = in_graph.attention.init_forward_metadata_out_graph.__self__
     runner: Any = SimpleNamespace(_run_forward=lambda batch, tokens: None)
-    assert host_plan.install(in_graph.attention, runner, in_graph=True)
+    assert host_plan.install(in_graph.attention, runner, in_graph=True) is None
     second = in_graph.attention.init_forward_metadata_out_graph.__self__
     assert second is not first
     in_graph.static.positions = torch.zeros(32)

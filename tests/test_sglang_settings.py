@@ -52,7 +52,7 @@ def test_the_packages_own_switch_turns_the_plugin_off(monkeypatch: pytest.Monkey
         ("1", {"fuse_projections": True}, "merged already"),
         ("1", {"buckets": [16]}, "--cuda-graph-bs-prefill"),
         ("1", {"request_slots": 16}, "full_prefill_max_req"),
-        ("1", {"attention": "triton"}, "--attention-backend"),
+        ("1", {"attention": "flashinfer"}, '"auto", "triton", "reference", "sglang"'),
         ("0", {"max_padding": 3}, "more than twofold"),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_bad_setting_says_what_is_valid(switch: str, options: object, words: s
 
 @pytest.mark.parametrize("option", [f.name for f in fields(Options) if f.name != "given"])
 def test_each_option_of_the_package_is_taken_or_refused_with_a_reason(option: str) -> None:
-    if option in ("strict", "compiler", "unsafe"):
+    if option in ("strict", "compiler", "unsafe", "attention"):
         return
     with pytest.raises(BadSetting, match=r"is set by|means nothing here"):
         read("1", {option: 1})

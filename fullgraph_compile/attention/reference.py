@@ -78,9 +78,12 @@ def keys_given(k: Tensor, v: Tensor, static: StaticBatch) -> Keys:
 def keys_in_pages(site: AttentionSite, static: StaticBatch) -> Keys:
     """Keys of a site in the cache of the batch: as many rows for each request as its pages could hold."""
     assert static.cache is not None and static.page_table is not None
-    slots, columns = static.page_table.shape
+    table = static.page_table
+    if static.table_rows is not None:
+        table = table[static.table_rows.long().clamp(0, table.shape[0] - 1)]
+    slots, columns = table.shape
     # A legal table changes nothing here; an illegal one gives wrong values, and no read out of bounds.
-    pages = static.page_table.long().clamp(0, static.cache.pages - 1).flatten()
+    pages = table.long().clamp(0, static.cache.pages - 1).flatten()
     k, v = (pool[site.index][pages].flatten(0, 1) for pool in (static.cache.k, static.cache.v))
     rows = columns * static.cache.page_size
     starts = torch.arange(slots, device=k.device) * rows

@@ -187,9 +187,9 @@ class TritonAttention(AttentionBackend):
         if self._begins(site, static):
             schedule: Any = schedule_kernel
             schedule[(blocks,)](
-                work, static.cu_q, static.cu_k, static.q_lens, static.k_lens, static.slots, config.chunk, config.chunks,
-                LEFT=left, RIGHT=right, GROUP=group, SLOTS=max(16, _power(static.slots)), BLOCK_M=config.block_m,
-                BLOCK_N=config.block_n, SPLIT=config.chunk > 0, ITEMS=ITEMS, FIELDS=FIELDS,
+                work, static.cu_q, static.cu_k, static.q_lens, static.k_lens, static.table_rows, static.slots,
+                config.chunk, config.chunks, LEFT=left, RIGHT=right, GROUP=group, SLOTS=max(16, _power(static.slots)),
+                BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=config.chunk > 0, ITEMS=ITEMS, FIELDS=FIELDS,
             )  # fmt: skip
         programs = items * site.kv_heads
         parts = stats = arrived = None

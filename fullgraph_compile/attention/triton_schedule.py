@@ -19,14 +19,15 @@ ITEMS = 64
 
 @triton.jit(do_not_specialize=["slots", "min_chunk", "most_chunks"])
 def schedule_kernel(
-    work, cu_q, cu_k, q_lens, k_lens, slots, min_chunk, most_chunks,
+    work, cu_q, cu_k, q_lens, k_lens, table_rows, slots, min_chunk, most_chunks,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     ITEMS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Write the records ``ITEMS * program_id`` and on.
 
-    A record: request, tile, first query row, queries, keys, chunk, keys of a chunk (0: not cut), first key row.
+    A record: row of the page table, tile, first query row, queries, keys, chunk, keys of a chunk (0: not cut), first
+    key row.
     """
     slot = tl.arange(0, SLOTS)
     here = slot < slots
@@ -53,7 +54,10 @@ def schedule_kernel(
     local = number - tl.sum(tl.where(mine, (ends - units)[None, :], 0), 1)
     parts = tl.maximum(tl.sum(tl.where(mine, chunks[None, :], 0), 1), 1)
     record = work + (number + 1) * FIELDS
-    tl.store(record, request, mask=live)
+    if table_rows is None:
+        tl.store(record, request, mask=live)
+    else:
+        tl.store(record, tl.load(table_rows + request, mask=live, other=0).to(tl.int32), mask=live)
     # The last tiles of a causal request have the most keys: they start first.
     tl.store(record + 1, tl.sum(tl.where(mine, tiles[None, :], 0), 1) - 1 - local // parts, mask=live)
     tl.store(record + 2, tl.load(cu_q + request, mask=live, other=0), mask=live)

@@ -131,6 +131,38 @@ def test_pages_of_any_size(
         check(site, *BATCHES[name], device, page_size=page_size)
 
 
+def in_an_engines_table(static: Any) -> Any:
+    """The same pages in the rows of a table that knows more requests; unused slots name the engine's padding row 0."""
+    slots, width = static.page_table.shape
+    rows = torch.tensor([*random.Random(3).sample(range(1, slots + 9), slots)])
+    table = torch.full((slots + 9, width + 5), 2**30, dtype=torch.int32)
+    table[rows, :width] = static.page_table.cpu()
+    live = int((static.q_lens > 0).sum())
+    assert (static.q_lens[:live] > 0).all()
+    rows[live:] = 0
+    device = static.page_table.device
+    return replace(static, page_table=table.to(device), table_rows=rows.to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("cut", [pytest.param(None, id="whole"), *CUTS])
+def test_pages_are_found_in_the_rows_of_an_engines_own_table(
+    page_size: int, cut: KernelConfig | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = replace(SITE, kv_heads=2, index=1)
+    if cut is not None:
+        monkeypatch.setattr(module, "choose_config", lambda *_: cut)
+    q_lens, k_lens = [3, 1, 20, 7], [40, 1, 33, 7]
+    inputs = inputs_for(site, 40, sum(k_lens), device=device)
+    want = expected(site, inputs, q_lens, k_lens)
+    static = paged(inputs, static_batch(q_lens, k_lens, tokens=40, slots=7, device=device), k_lens, page_size)
+    poison_tail(inputs, sum(q_lens), 0, NAN)
+    got = run(site, inputs, in_an_engines_table(static))
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+    assert (got[sum(q_lens) :] == 0).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", [(6, 2), (7, 1), (5, 5)])
 @pytest.mark.parametrize("sizes", [(1, 1), (40, 40), (192, 128), (80, 256)])

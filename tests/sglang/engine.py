@@ -13,6 +13,9 @@ from tests.sglang.double import VARIABLE
 from tests.sglang.one_model import BUCKETS, SLOTS, prompts, server_arguments
 from tests.sglang.processes import tell
 
+MORE = "SGLANG_ENGINE_MORE"
+"""JSON: further arguments of the engine."""
+
 
 def double_as_plugin() -> dict[str, str]:
     """Environment of a process that finds the doubles as a plugin of SGLang's."""
@@ -26,7 +29,8 @@ def double_as_plugin() -> dict[str, str]:
 def main(kind: str) -> None:
     import sglang
 
-    engine = sglang.Engine(**server_arguments(kind, log_level="info"))
+    more = json.loads(os.environ.get(MORE, "{}"))
+    engine = sglang.Engine(**server_arguments(kind, log_level="info", **more))
     greedy = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
     long = prompts(40)[0]
     asked = [prompts(3), prompts(9, 1, 2, 13), [long], [[*long, *prompts(7)[0]]], prompts(1, 2, 1, 2, 1, 2, 1)]

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
-from tests.sglang.engine import double_as_plugin
-from tests.sglang.processes import environment, facts_of
-
-
-def serve(switch: str, **options: Any) -> dict[str, Any]:
-    double = double_as_plugin()
-    env = environment(switch, options, **{k: v for k, v in double.items() if k != "folder"})
-    env["PYTHONPATH"] += os.pathsep + double["folder"]
-    return facts_of("tests.sglang.engine", "qwen3", env=env)
-
 
 @pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
-    return serve("0")
-
-
-@pytest.fixture(scope="module")
-def served() -> dict[str, Any]:
-    return serve("strict", compiler="aot_eager")
+def served(serve_engine: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = serve_engine("strict", {"compiler": "aot_eager"})
+    return facts
 
 
 def test_switched_off_the_plugin_does_nothing(plain: dict[str, Any]) -> None:

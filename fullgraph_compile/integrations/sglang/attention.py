@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fullgraph_compile.ops import AttentionSite, hosted_attention
+
+if TYPE_CHECKING:
+    from fullgraph_compile.integrations.sglang.own_attention import OwnAttention
 
 # Further tensors of a call that the op can carry, and what is no tensor.
 TENSORS = ("q_rope", "k_rope", "sinks", "topk_indices", "cos_sin_cache", "llama_4_scaling")
@@ -54,6 +57,9 @@ class Sites:
         context: finds the context in which older releases look a module up by its layer number, again; None = there is
             no such thing.
         backend: finds the attention backend of the forward that runs.
+        dtypes: of the queries of each module; filled by the eager call.
+        extras: names of what else attention gets; filled by the eager call.
+        own: attends in SGLang's place, where it has a backend.
     """
 
     forward: Callable[..., Any]
@@ -62,12 +68,17 @@ class Sites:
     modules: list[Any] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     batch: Any = None
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    extras: set[str] = field(default_factory=set)
+    own: OwnAttention | None = None
 
-    def record(self, module: Any, result: Any, key_value_num_tokens: Any, names: Sequence[str]) -> None:
+    def record(self, module: Any, q: Tensor, result: Any, key_value_num_tokens: Any, names: Sequence[str]) -> None:
         """Learn of one call from the eager run of the body."""
         if not hasattr(module, _NUMBER):
             setattr(module, _NUMBER, len(self.modules))
             self.modules.append(module)
+            self.dtypes.append(q.dtype)
+        self.extras.update(names)
         layer = f"attention of layer {getattr(module, 'layer_id', '?')}"
         unknown = sorted(n for n in names if n not in TENSORS + CONSTANTS)
         if unknown:
@@ -82,6 +93,12 @@ class Sites:
             with contextlib.suppress(AttributeError):
                 delattr(module, _NUMBER)
         self.modules, self.refused, self.batch = [], [], None
+        self.dtypes, self.extras = [], set()
+
+    def begin(self) -> None:
+        """Each pass over the body starts so."""
+        if self.own is not None:
+            self.own.begin(self.batch)
 
     def call(self, call: HostedCall, operands: Sequence[Any]) -> Tensor:
         """Attend, as SGLang does for the batch that runs.
@@ -90,6 +107,8 @@ class Sites:
             operands: q, k and v, then the tensors of ``call.names``.
         """
         q, k, v, *others = operands
+        if self.own is not None and self.own.backend is not None:
+            return self.own.attend(call, q, k, v)
         module = self.modules[call.module]
         if not others and self._may_be_direct(call, q, k):
             k, v = (
@@ -160,7 +179,7 @@ def hooked_forward(sites: Sites) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         if not torch.compiler.is_compiling():
             result = sites.attend(self, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs)
-            sites.record(self, result, key_value_num_tokens, [n for n in kwargs if kwargs[n] is not None])
+            sites.record(self, q, result, key_value_num_tokens, [n for n in kwargs if kwargs[n] is not None])
             return result
         names = [n for n in TENSORS if kwargs.get(n) is not None]
         others = [kwargs[n] for n in names]

@@ -11,10 +11,11 @@ from typing import Any
 from fullgraph_compile.integrations.sglang import host_plan
 from fullgraph_compile.integrations.sglang.counting import count_fallbacks
 from fullgraph_compile.integrations.sglang.metadata import prefill_attention
+from fullgraph_compile.integrations.sglang.own_attention import OwnAttention
 from fullgraph_compile.integrations.sglang.release import FULL_BACKEND, find
 from fullgraph_compile.integrations.sglang.session import CaptureSession
 from fullgraph_compile.integrations.sglang.settings import Settings
-from fullgraph_compile.report import Report
+from fullgraph_compile.report import Report, log
 
 
 @functools.cache
@@ -28,6 +29,7 @@ def backend_class(base: Any) -> Any:
             runner: SGLang's prefill runner; not each release's backend keeps it.
             report: what was compiled, captured, replayed and not.
             session: the last capture.
+            sglangs: buckets that replay a graph of the body as SGLang has it.
             eager: buckets that run without a graph as that was measured to be faster, and the measurement in words.
         """
 
@@ -36,17 +38,24 @@ def backend_class(base: Any) -> Any:
         session: CaptureSession
         settings: Settings
         eager: dict[int, str]
+        sglangs: set[int]
+        ours = True
 
         @contextmanager
         def capture_session(self, stream: Any) -> Iterator[None]:
             runner, report = self.runner, self.report
-            self.session = CaptureSession(runner.layer_model, self.settings, report)
+            own = OwnAttention(runner, self.settings.attention)
+            self.session = CaptureSession(runner.layer_model, self.settings, report, own)
+            unplanned = None
             if self.settings.plan != "sglang":
                 attention = prefill_attention(runner.model_runner.attn_backend)
-                host_plan.install(attention, runner, in_graph=self.settings.plan == "graph")
+                unplanned = host_plan.install(attention, runner, in_graph=self.settings.plan == "graph")
+            self.sglangs = set()
             start, compiling = time.perf_counter(), report.compile_seconds
             with super().capture_session(stream), self.session.active():
                 yield
+            if unplanned is not None and own.backend is None:
+                log.info("prefill attention is planned by SGLang: %s", unplanned)
             report.capture_seconds = time.perf_counter() - start - (report.compile_seconds - compiling)
             report.buckets = tuple(sorted({int(key.size) for key in self._graphs}))
             report.slots = int(runner._capture_req_slots)

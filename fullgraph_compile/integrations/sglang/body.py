@@ -49,6 +49,7 @@ class HostedProgram:
     sites: Sites
 
     def __call__(self, *inputs: Any) -> list[Any]:
+        self.sites.begin()
         values: list[Any] = [*inputs, *[None] * (self.pieces.slots - len(inputs))]
         for step in self.pieces.steps:
             operands = [None if i is None else values[i] for i in step.inputs]

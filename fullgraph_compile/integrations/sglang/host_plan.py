@@ -25,7 +25,6 @@ from torch import Tensor
 from fullgraph_compile.attention.flashinfer_package import planner_arguments
 from fullgraph_compile.attention.flashinfer_plan import PinnedBlocks
 from fullgraph_compile.integrations.sglang.settings import OPTIONS
-from fullgraph_compile.report import log
 
 
 class _Blocks(PinnedBlocks):
@@ -93,6 +92,11 @@ class HostPlans:
             return forward(forward_batch, num_tokens, *args, **kwargs)
 
         self.runner._run_forward = run_forward
+
+    def remove(self) -> None:
+        """Leave all to SGLang again."""
+        del self.attention.init_forward_metadata_out_graph
+        self._facts.clear()  # so nothing more is computed in a graph
 
     def _read(self, bucket: int, batch: Any) -> None:
         """In the graph: offsets of queries and keys, and the cache's rows, from the static buffers."""
@@ -241,16 +245,21 @@ def plans_of(attention: Any) -> HostPlans | None:
     return owner if isinstance(owner, HostPlans) else None
 
 
-def install(attention: Any, runner: Any, *, in_graph: bool = False) -> bool:
-    """Plan an attention backend's prefill from the host, where it is one that can be.
+def install(attention: Any, runner: Any, *, in_graph: bool = False) -> str | None:
+    """Plan an attention backend's prefill from the host; why that cannot be done, where it cannot.
 
     Args:
         runner: SGLang's prefill runner, before it captures.
         in_graph: see ``HostPlans``.
     """
     why = unsupported(attention, runner)
-    if why is not None:
-        log.info("prefill attention is planned by SGLang: %s", why)
-        return False
-    HostPlans(attention, runner, in_graph).install()
-    return True
+    if why is None:
+        HostPlans(attention, runner, in_graph).install()
+    return why
+
+
+def remove(attention: Any) -> None:
+    """Leave an attention backend's plans to it again."""
+    plans = plans_of(attention)
+    if plans is not None:
+        plans.remove()

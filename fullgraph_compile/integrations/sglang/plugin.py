@@ -109,10 +109,10 @@ class Plugin:
         what = "the body as SGLang has it" if session.failed else f"{self.settings.compiler}, {report.compiles} trace"
         log.info(
             "fullgraph_compile %s on SGLang %s: %s: %s; %d attention sites, %d buckets %s, %d request slots, "
-            "%d graphs; padding %s; compiled in %.1f s, captured in %.1f s",
+            "%d graphs; attention by %s; padding %s; compiled in %.1f s, captured in %.1f s",
             _version(), self.release.version, report.name, what, len(report.sites),
-            len(report.buckets), list(report.buckets), report.slots, len(backend._graphs), report.proof,
-            report.compile_seconds, report.capture_seconds,
+            len(report.buckets), list(report.buckets), report.slots, len(backend._graphs), session.own.words,
+            report.proof, report.compile_seconds, report.capture_seconds,
         )  # fmt: skip
 
     def _choose_routes(self, runner: Any, model_runner: Any, eager_runner: Any, report: Report) -> None:

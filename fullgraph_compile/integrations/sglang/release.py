@@ -15,6 +15,8 @@ RESOLVE = ROOT + "model_executor.runner_backend.utils.resolve_prefill_backend"
 CAPTURE = ROOT + "model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph"
 GRAPH_CAPTURE = ROOT + "model_executor.model_runner_components.cuda_graph_setup.GraphCapture"
 FULL_BACKEND = ROOT + "model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
+POOL = ROOT + "mem_cache.memory_pool.MHATokenToKVPool"
+READ_ENDS = ROOT + "layers.attention.base_attn_backend.SharedReadEnds"
 RUNNER = ROOT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 PARSE = (
     ROOT + "arg_groups.cuda_graph_hook.parse_cuda_graph_config",

@@ -115,11 +115,15 @@ def settle(backend: Any, theirs: Any, times: Sequence[BucketTimes], report: Repo
         nearest = min(times, key=lambda t: abs(math.log(t.bucket / key.size)))
         if nearest.way == SGLANG:
             backend._graphs[key], backend._outputs[key] = theirs._graphs[key], theirs._outputs.get(key)
+            backend.sglangs.add(int(key.size))
         elif nearest.way == EAGER:
             del backend._graphs[key]
             backend._outputs.pop(key, None)
             backend.eager[int(key.size)] = str(nearest)
     theirs._graphs, theirs._outputs = {}, {}
+    own = backend.session.own
+    if own.backend is not None and not backend.sglangs:
+        own.let_go()
     report.buckets = tuple(sorted({int(key.size) for key in backend._graphs}))
     report.routes = tuple(str(t) for t in times)
 

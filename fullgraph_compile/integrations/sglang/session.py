@@ -14,6 +14,7 @@ from fullgraph_compile.compilers import warm_workers
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.sglang.attention import Sites, hooked_forward, replaced
 from fullgraph_compile.integrations.sglang.body import CompiledForward, NotCompiled, difference, without_empty_list
+from fullgraph_compile.integrations.sglang.own_attention import OwnAttention
 from fullgraph_compile.integrations.sglang.release import ATTENTION, CURRENT_ATTENTION, attention_context, find
 from fullgraph_compile.integrations.sglang.settings import Settings
 from fullgraph_compile.integrations.sglang.traceable import traceable
@@ -36,10 +37,11 @@ class CaptureSession:
 
     Attributes:
         failed: why the body is captured as it is; None = it is not.
+        own: our own attention, where it takes the place of SGLang's.
     """
 
-    def __init__(self, body: nn.Module, settings: Settings, report: Report) -> None:
-        self.body, self.settings, self.report = body, settings, report
+    def __init__(self, body: nn.Module, settings: Settings, report: Report, own: OwnAttention) -> None:
+        self.body, self.settings, self.report, self.own = body, settings, report, own
         self.failed: NotCompiled | None = None
         self._stack = contextlib.ExitStack()
         self._original: Any = None
@@ -81,6 +83,9 @@ class CaptureSession:
         try:
             if self._sites.refused:
                 raise NotCompiled(Reason.UNMARKED, "; ".join(dict.fromkeys(self._sites.refused)))
+            described = self._sites.described(self.body)
+            if self.own.choose(self._sites, described):
+                self._sites.own = self.own
             with contextlib.ExitStack() as stack:
                 stack.enter_context(traceable(self.body))
                 output = self._compile(args, kwargs)
@@ -90,10 +95,13 @@ class CaptureSession:
                 # Dynamo's guards are asked until the capture ends; what is not compiled is captured with SGLang's ops.
                 self._stack.enter_context(stack.pop_all())
         except NotCompiled as error:
-            self._compiled = None
+            self._compiled, self._sites.own = None, None
+            self.own.leave("the body is not compiled")
             self._give_up(error)
             return expected
-        self.report.sites = self._sites.described(self.body)
+        if self._sites.own is not None:
+            self.own.take_over(self._stack)
+        self.report.sites = described
         log.info("%s: compiled in %.1f s", self.report.name, time.perf_counter() - start)
         return output
 

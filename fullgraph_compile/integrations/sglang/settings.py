@@ -14,6 +14,7 @@ from fullgraph_compile.options import COMPILERS, UNSAFE, Options, disabled
 SWITCH = "FULLGRAPH_COMPILE_SGLANG"
 OPTIONS = "FULLGRAPH_COMPILE_SGLANG_OPTIONS"
 PLANS = ("graph", "host", "sglang")
+ATTENTIONS = ("auto", "triton", "reference", "sglang")
 
 # Options of the package that have a knob of SGLang's own, or no meaning, here.
 _ELSEWHERE = {
@@ -22,7 +23,6 @@ _ELSEWHERE = {
     "lengths": "SGLang's --cuda-graph-bs-prefill",
     "request_slots": 'SGLang\'s --cuda-graph-config \'{"prefill": {"full_prefill_max_req": 16}}\'',
     "context_length": "SGLang's --context-length",
-    "attention": "SGLang's --attention-backend",
     "graphs": "SGLang's --cuda-graph-backend-prefill",
     "memory_budget": "SGLang's --mem-fraction-static",
 }
@@ -53,6 +53,8 @@ class Settings:
             a replay; "sglang" = SGLang as it is.
         measured_routes: time each bucket once after the capture, and let one that the compiled body is slower in take
             SGLang's own graph, or none.
+        attention: what attends in the graphs: "triton" or "reference" = our own, on SGLang's KV pool; "sglang" =
+            SGLang's attention backend; "auto" = "triton" on CUDA where it can, else SGLang's.
     """
 
     on: bool = False
@@ -61,6 +63,7 @@ class Settings:
     unsafe: str = "compiled"
     plan: str = "host"
     measured_routes: bool = True
+    attention: str = "auto"
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -101,7 +104,10 @@ def _options(text: str) -> dict[str, Any]:
 
 def _check(name: str, value: Any) -> None:
     switch = (True, False)
-    valid = {"strict": switch, "compiler": COMPILERS, "unsafe": UNSAFE, "plan": PLANS, "measured_routes": switch}
+    valid = {
+        "strict": switch, "compiler": COMPILERS, "unsafe": UNSAFE, "plan": PLANS, "measured_routes": switch,
+        "attention": ATTENTIONS,
+    }  # fmt: skip
     if name in _ELSEWHERE:
         raise BadSetting(f"{OPTIONS}: {name!r} is set by {_ELSEWHERE[name]}")
     if name in _MEANINGLESS:
