@@ -61,8 +61,10 @@ ROUTES = {
     "full": ("full", None),
     "ours": ("full", {}),
     "breakable": ("breakable", None),
-    "ours, SGLang's plan": ("full", {"plan": "sglang", "measured_routes": False}),
-    "ours, plan in graph": ("full", {"plan": "graph", "measured_routes": False}),
+    "ours, every bucket": ("full", {"attention": "triton", "measured_routes": False}),
+    "ours, SGLang's attention": ("full", {"attention": "sglang", "measured_routes": False}),
+    "ours, SGLang's plan": ("full", {"attention": "sglang", "plan": "sglang", "measured_routes": False}),
+    "ours, plan in graph": ("full", {"attention": "sglang", "plan": "graph", "measured_routes": False}),
 }
 MOST_EXCUSED, LEAST_REPLAYED = 0.02, 0.95
 # Less is not enough for any route.
