@@ -45,9 +45,9 @@ def main() -> None:
             torch.manual_seed(0)
             random.seed(0)
             rows: list[dict[str, Any]] = []
-            found["rows"].append(rows)
             for row in measure(name, DTYPES[dtype], device, args):  # kept at once: a later route may take too long
                 rows.append(row)
+                found["rows"].append(row)
                 if args.json:
                     with open(args.json, "w") as file:
                         json.dump(found, file, indent=1)
@@ -82,7 +82,13 @@ def routes(model: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
         elif route == "full_prefill":
             gpu = next(model.parameters()).is_cuda
             options: dict[str, Any] = {} if gpu else {"graphs": "tape", "compiler": "eager"}
-            made[route] = fgc.compile(copy.deepcopy(model), max_tokens=args.max_tokens, max_padding=4.0, **options)
+            made[route] = fgc.compile(
+                copy.deepcopy(model),
+                max_tokens=args.max_tokens,
+                request_slots=max(args.batches),
+                max_padding=4.0,
+                **options,
+            )
         else:
             # Not a copy: a module that torch.compile wraps stays as it is.  One symbolic graph serves every shape, as
             # the widths of padded batches do not repeat.
