@@ -384,16 +384,18 @@ _RECURRENT = re.compile(
 _POOLING = ("SequenceClassification", "MultipleChoice", "NextSentence", "ForPreTraining")
 
 
-# Heads that work row by row, by the class's name.
-_ROW_BY_ROW = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration",
-               "ForQuestionAnswering", "ForQuestionAnsweringSimple")  # fmt: skip
+# Heads that work row by row beside those that make logits of a vocabulary, by the class's name.
+_ROW_BY_ROW = ("ForTokenClassification", "ForQuestionAnswering", "ForQuestionAnsweringSimple")
 
 
 def _keeps_rows(whole: nn.Module) -> bool:
     while (base := getattr(whole, "get_base_model", None)) is not None and base() is not whole:
         whole = base()
     kind = type(whole)
-    return kind.__module__.startswith("transformers.") and kind.__name__.endswith((*_ROW_BY_ROW, "Model"))
+    if not kind.__module__.startswith("transformers."):
+        return False
+    head = getattr(whole, "get_output_embeddings", lambda: None)()
+    return head is not None or kind.__name__.endswith((*_ROW_BY_ROW, "Model"))
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -125,3 +125,11 @@ def test_a_head_of_the_users_own_is_refused_for_a_packed_batch() -> None:
     got, ids = packed_call(model, [5])
     close(got, call(eager, ids[0][None]))
     assert replays(model) == 1
+
+
+@pytest.mark.parametrize(("name", "kind"), [("BertGeneration", "Decoder"), ("Bert", "ForMaskedLM")])
+def test_a_head_over_a_vocabulary_takes_a_packed_batch(name: str, kind: str) -> None:
+    model, eager = pair(name, kind)
+    got, ids = packed_call(model, [3, 1, 5])
+    close(got.logits, torch.cat([call(eager, input_ids=x[None]).logits for x in ids], dim=1))
+    assert replays(model) == 1
