@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._C import _dynamo
 
-from fullgraph_compile.watching import Watch, attributes_of
+from fullgraph_compile.watching import Watch, attributes_of, contents_of
 
 # Not described to type checkers in full.
 dynamo: Any = _dynamo.guards
@@ -24,19 +24,20 @@ _OF_THE_VALUE = (
 )  # fmt: skip
 _DICTS = (dict, OrderedDict)
 # What may be on the way to something that is guarded.
-_WATCHED = (*_DICTS, list, tuple, property, types.FunctionType)
+_WATCHED = (*_DICTS, list, tuple, property, types.FunctionType, types.CellType)
 _GETATTR = (dynamo.GetAttrGuardAccessor, dynamo.GenericGetAttrGuardAccessor)
 _GETITEM = (dynamo.DictGetItemGuardAccessor, dynamo.ListGetItemGuardAccessor, dynamo.TupleGetItemGuardAccessor)
 # In the place of a value: it is not known, or may change unseen.
 _UNKNOWN = object()
 # In the place of a key.
-_ATTRIBUTES, _CLASS, _BASES, _CODE = object(), object(), object(), object()
+_ATTRIBUTES, _CLASS, _BASES, _CODE, _CLOSURE = object(), object(), object(), object(), object()
 _WAYS = {
     dynamo.GetGenericDictGuardAccessor: _ATTRIBUTES,
     dynamo.TypeDictGuardAccessor: _ATTRIBUTES,
     dynamo.TypeGuardAccessor: _CLASS,
     dynamo.TypeMROGuardAccessor: _BASES,
     dynamo.CodeGuardAccessor: _CODE,
+    dynamo.ClosureGuardAccessor: _CLOSURE,
 }
 
 
@@ -113,6 +114,7 @@ class StandingGuards:
             compared,
             [v for v in found if isinstance(v, types.FunctionType)],
             list(dict.fromkeys(classes)),
+            [v for v in found if type(v) is types.CellType],
         )
 
     # -- splitting -----------------------------------------------------------------------------------------------
@@ -196,6 +198,10 @@ def _read(value: Any, key: Any) -> Any:
         return value.__mro__ if isinstance(value, type) else _UNKNOWN
     if key is _CODE:
         return value.__code__ if type(value) is types.FunctionType else _UNKNOWN
+    if key is _CLOSURE:
+        return value.__closure__ if type(value) is types.FunctionType else _UNKNOWN
+    if type(value) is types.CellType:
+        return contents_of(value) if key == "cell_contents" else _UNKNOWN
     if type(value) in (list, tuple):
         return value[key] if isinstance(key, int) and -len(value) <= key < len(value) else _UNKNOWN
     if type(value) is property:

@@ -33,6 +33,7 @@ class Watch:
         compared: dicts and lists that are looked through at each asking, so that a change that was undone is none.
         functions: other code in one of these is seen.
         classes: an attribute of one of these that was added, removed or replaced is seen, and other bases.
+        cells: other contents of one of these, which functions close over, are seen.
 
     Raises:
         ValueError: an object keeps its ``__dict__`` elsewhere than others do.
@@ -45,11 +46,13 @@ class Watch:
         compared: Iterable[dict[str, Any] | list[Any]] = (),
         functions: Iterable[Any] = (),
         classes: Iterable[type] = (),
+        cells: Iterable[Any] = (),
     ) -> None:
-        objects, functions, classes = list(objects), list(functions), list(classes)
+        objects, functions, classes, cells = list(objects), list(functions), list(classes), list(cells)
         # Each with what it has now.
         self._code = functions, list(map(_code_of, functions))
         self._bases = classes, list(map(_bases_of, classes))
+        self._contents = cells, list(map(contents_of, cells))
         self._compared = [(c, list(c), list(c.values()) if isinstance(c, dict) else list(c)) for c in compared]
         own = [vars(o) for o in objects]
         self._alive = [*objects, *own, *dicts, *map(attributes_of, classes)]
@@ -71,7 +74,9 @@ class Watch:
 
     def same(self) -> bool:
         """Whether nothing has changed."""
-        for read, (owners, then) in ((_code_of, self._code), (_bases_of, self._bases)):
+        for read, (owners, then) in (
+            (_code_of, self._code), (_bases_of, self._bases), (contents_of, self._contents),
+        ):  # fmt: skip
             if not all(map(operator.is_, map(read, owners), then)):
                 return False
         for now, keys, values in self._compared:
@@ -85,6 +90,15 @@ class Watch:
 
 _code_of = operator.attrgetter("__code__")
 _bases_of = operator.attrgetter("__mro__")
+_EMPTY = object()
+
+
+def contents_of(cell: Any) -> Any:
+    """What a cell holds, or a value that is nothing else."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
 
 
 def attributes_of(cls: type) -> dict[str, Any]:

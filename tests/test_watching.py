@@ -95,5 +95,22 @@ def test_what_is_watched_stays_alive() -> None:
     assert hooks in {id(o) for o in watched._alive}
 
 
+def test_other_contents_of_a_cell_are_seen() -> None:
+    number = 1
+
+    def closing() -> int:
+        return number
+
+    (cell,) = closing.__closure__ or ()
+    watched = Watch([], cells=[cell])
+    assert watched.same()
+    number = 2
+    assert not watched.same()
+    cell.cell_contents = 1
+    assert watched.same()
+    del cell.cell_contents
+    assert not watched.same()
+
+
 def test_nothing_to_watch_does_not_change() -> None:
     assert Watch([]).same()
