@@ -112,7 +112,7 @@ def measure(model_runner: Any, eager_runner: Any, runner: Any) -> tuple[tuple[Bu
 def settle(backend: Any, theirs: Any, times: Sequence[BucketTimes], report: Report) -> None:
     """Give each bucket its way, and let go of all other graphs."""
     for key in list(backend._graphs):
-        nearest = min(times, key=lambda t: abs(math.log(t.bucket / key.size)))
+        nearest = _nearest(times, key.size)
         if nearest.way == SGLANG:
             backend._graphs[key], backend._outputs[key] = theirs._graphs[key], theirs._outputs.get(key)
             backend.sglangs.add(int(key.size))
@@ -124,6 +124,9 @@ def settle(backend: Any, theirs: Any, times: Sequence[BucketTimes], report: Repo
     own = backend.session.own
     if own.backend is not None and not backend.sglangs:
         own.let_go()
+    plans = plans_of(prefill_attention(backend.runner.model_runner.attn_backend))
+    if plans is not None:
+        plans.left = {int(k.size) for k in backend._graphs if _nearest(times, k.size).left_to_sglang}
     report.buckets = tuple(sorted({int(key.size) for key in backend._graphs}))
     report.routes = tuple(str(t) for t in times)
 
@@ -147,6 +150,10 @@ def spread(buckets: Sequence[int], most: int = MOST_TIMED) -> list[int]:
 
 
 Call = Callable[[Any], Any]
+
+
+def _nearest(times: Sequence[BucketTimes], bucket: int) -> BucketTimes:
+    return min(times, key=lambda t: abs(math.log(t.bucket / bucket)))
 
 
 def timed(way: str, bucket: int, call: Call, batch: Any, synchronize: Callable[[], None]) -> float:
