@@ -363,7 +363,8 @@ def table(results: dict[str, Any]) -> str:
         shape = f"{requests}x{tokens}"
         times = {n: results[n]["times"][shape]["ms"] for n in names if shape in results[n]["times"]}
         others = [t for n, t in times.items() if not n.startswith("ours")]
-        factor = f"{min(others) / times['ours']:.3f}" if "ours" in times and others else "-"
+        mine = next((t for n, t in times.items() if n.startswith("ours")), None)
+        factor = f"{min(others) / mine:.3f}" if mine is not None and others else "-"
         cells = " | ".join(f"{times[n]:.3f}{eager_mark(n, results[n], shape)}" if n in times else "-" for n in names)
         lines.append(f"| {shape} | {cells} | {factor} |")
     rows = {"start-up, s": "start_up_s", "capture, s": "capture_s", "graphs, GiB": "graph_gib"}

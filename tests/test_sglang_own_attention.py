@@ -75,6 +75,7 @@ class Engine:
         self.runner: Any = SimpleNamespace(
             model_runner=self.model_runner, _prefill_static_buffers=self.vectors, _capture_req_slots=SLOTS,
             backend=SimpleNamespace(), _prepare_forward_metadata_for_replay=lambda *a: "prepared",
+            load_batch=lambda batch: None,
         )  # fmt: skip
         self.static = SimpleNamespace(
             input_ids=torch.zeros(TOKENS, dtype=torch.int64), out_cache_loc=torch.zeros(TOKENS, dtype=torch.int64)

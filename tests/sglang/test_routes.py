@@ -18,9 +18,9 @@ TIMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    env = environment("strict", {"compiler": "eager"})
+@pytest.fixture(scope="module", params=["sglang", "reference"])
+def facts(request: pytest.FixtureRequest) -> dict[str, Any]:
+    env = environment("strict", {"compiler": "eager", "attention": request.param})
     return facts_of("tests.sglang.measuring", json.dumps(TIMES), env=env)
 
 

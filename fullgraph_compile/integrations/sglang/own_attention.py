@@ -25,6 +25,7 @@ from fullgraph_compile.integrations.sglang.lengths import Lengths
 from fullgraph_compile.integrations.sglang.metadata import describe_attention, prefill_attention
 from fullgraph_compile.integrations.sglang.pool import pools_of, why_not_module, why_not_runner
 from fullgraph_compile.integrations.sglang.release import READ_ENDS, find
+from fullgraph_compile.integrations.sglang.vectors import defer
 from fullgraph_compile.ops import AttentionSite
 
 _AUTO, _FASTEST = "auto", "triton"
@@ -184,7 +185,10 @@ class OwnAttention:
         ends = find(READ_ENDS)
         unknown, prepare = None if ends is None else ends.UNKNOWN, runner._prepare_forward_metadata_for_replay
 
+        loaded = defer(runner)
+
         def prepared(batch: Any, static_batch: Any, shape: Any) -> Any:
+            loaded()
             size = int(getattr(shape, "size", shape))
             return unknown if self.reads(size) else prepare(batch, static_batch, shape)
 
