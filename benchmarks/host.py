@@ -24,8 +24,9 @@ from rich.table import Table
 from torch import nn
 
 import fullgraph_compile as fgc
+from fullgraph_compile.binding import Binder
 from fullgraph_compile.capture import CaptureSet
-from fullgraph_compile.compiled_body import CompiledBody, compiled_body
+from fullgraph_compile.compiled_body import compiled_body
 from fullgraph_compile.graphs.cuda import CudaGraph
 from fullgraph_compile.graphs.tape import Tape
 from fullgraph_compile.runner import BodyRunner
@@ -36,7 +37,7 @@ from fullgraph_compile.watching import Watch
 
 # Phase, and the method that it is.
 PHASES: list[tuple[str, type, str]] = [
-    ("arguments", CompiledBody, "_bind"),
+    ("arguments", Binder, "bind"),
     ("dispatch", BodyRunner, "decide"),
     ("staging: metadata", StaticBuffers, "stage"),
     ("staging: inputs", CaptureSet, "replay"),

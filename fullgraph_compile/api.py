@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from fullgraph_compile.batch import PrefillBatch, active_batch, no_active_batch
-from fullgraph_compile.captured import CapturedGraph, PlainGraph, StaticGraph, check_batch
+from fullgraph_compile.batch_of_call import check_batch
+from fullgraph_compile.captured import CapturedGraph, PlainGraph, StaticGraph
 from fullgraph_compile.compiled_body import CompiledBody, compiled_body
 from fullgraph_compile.dispatch import Decision, Reason, Route
 from fullgraph_compile.integrations.plain import packed_dim
@@ -74,7 +75,7 @@ def _arguments_of_body(
         return args, kwargs
     names = list(inspect.signature(whole.forward).parameters)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    heads = set(names) - set(compiled.names)
+    heads = set(names) - set(compiled.binder.names)
     return (), {k: v for k, v in given.items() if k not in heads and k != "return_dict"}
 
 

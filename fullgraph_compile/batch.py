@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,11 +109,23 @@ class PrefillBatch:
         return _to_device(self.host_positions, self.device)
 
     @cached_property
+    def row_of_positions(self) -> Tensor:
+        """``position_ids`` as a packed call takes them: ``[1, T]``."""
+        return self.position_ids[None]
+
+    @cached_property
     def host_positions(self) -> np.ndarray:
         """``position_ids`` on the host."""
         new = np.array(self.new_tokens)
         starts = np.cumsum(new) - new - np.array(self.cached_tokens)
         return np.arange(self.tokens) - np.repeat(starts, new)
+
+    @cached_property
+    def words(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """As int32: new tokens of each request, where each one's begin and where the last one's end, and the same of
+        cached and new tokens."""
+        new, starts = _words(self.new_tokens)
+        return (new, starts, *((new, starts) if self.lengths == self.new_tokens else _words(self.lengths)))
 
     @cached_property
     def last_token_rows(self) -> Tensor:
@@ -200,6 +214,10 @@ class StaticBatch:
     page_table: Tensor | None = None
     slot_ids: Tensor | None = None
     table_rows: Tensor | None = None
+
+
+def _words(lengths: list[int]) -> tuple[bytes, bytes]:
+    return array("i", lengths).tobytes(), array("i", accumulate(lengths, initial=0)).tobytes()
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:

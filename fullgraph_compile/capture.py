@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fullgraph_compile.arguments import weights_of
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.dispatch import Limits
 from fullgraph_compile.graphs import GraphRecorder, RecordedGraph
@@ -16,6 +17,7 @@ from fullgraph_compile.ladder import capture_lengths, slots_of
 from fullgraph_compile.program import Program
 from fullgraph_compile.progress import steps
 from fullgraph_compile.staging import Poison, StaticBuffers
+from fullgraph_compile.weight_memory import WeightMemory
 
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
@@ -46,8 +48,11 @@ Outputs = Sequence[tuple[Tensor, int | None]]
 
 @dataclass(frozen=True)
 class Rows:
-    """The first rows of a bucket's inputs and outputs, made once for each token count: a view costs as much as a
-    small copy."""
+    """What a call writes, the first rows of a bucket's inputs and all inputs without rows; and what it returns, the
+    first rows of its outputs.
+
+    Made once for each token count: a view costs as much as a small copy.
+    """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -55,12 +60,16 @@ class Rows:
 
 @dataclass
 class Bucket:
-    """One captured size: its static inputs, metadata, outputs, and its graph."""
+    """One captured size: its static inputs, metadata, outputs, and its graph.
+
+    ``not_alike`` are the inputs, by index, whose rows lie at other places in other buckets.
+    """
 
     tokens: int
     static: StaticBatch
     inputs: dict[int, Tensor]
     outputs: list[Tensor]
+    not_alike: frozenset[int]
     graph: RecordedGraph | None = None
     rows: dict[int, Rows] = field(default_factory=dict)
 
@@ -102,7 +111,7 @@ class CaptureSet:
         buckets = [(tokens, slots_of(tokens, limits.slots)) for tokens in limits.ladder]
         self.buffers = StaticBuffers(device, buckets, limits.context_length, cache)
         self.buckets: dict[int, Bucket] = {}
-        self._pointers = self._weight_pointers(args)
+        self._weights = WeightMemory(weights_of(args, inputs.weights))
         self._allocate(args)
 
     # -- capturing -----------------------------------------------------------------------------------------------
@@ -168,12 +177,14 @@ class CaptureSet:
         examples = {i: (args[i], dim) for i, dim in self.inputs.tokens.items()}
         inputs = {i: self._storage(t, dim, ladder[-1]) for i, (t, dim) in examples.items()}
         outputs = [self._storage(fake, dim, ladder[-1]) for fake, dim in self.outputs]
-        # Rows of each input that a call has written since they were last zeroed.
-        self._dirty = dict.fromkeys(inputs, 0)
+        # Rows of the inputs that a call has written since they were last zeroed.
+        self._dirty = 0
         self._values = {
             i: torch.empty(args[i].shape, dtype=args[i].dtype, device=self.device).copy_(args[i])
             for i in self.inputs.values
         }
+        # What a call copies into its bucket, by index.
+        self._copied = (*self.inputs.tokens, *self._values)
         self.storages = frozenset(s.untyped_storage().data_ptr() for s in outputs)
         for tokens in ladder:
             static = self.buffers.of(tokens)
@@ -182,6 +193,7 @@ class CaptureSet:
                 static,
                 {i: _view(inputs[i], t, dim, tokens) for i, (t, dim) in examples.items()},
                 [_view(s, fake, dim, tokens) for s, (fake, dim) in zip(outputs, self.outputs, strict=True)],
+                frozenset(i for i, (t, dim) in examples.items() if t.shape[:dim].numel() != 1),
             )
 
     def _storage(self, like: Tensor, dim: int | None, tokens: int) -> Tensor:
@@ -222,34 +234,36 @@ class CaptureSet:
         static = self.buffers.stage(batch, tokens, poison)
         if poison is not None:
             self._poison(bucket, poison)
-        to = [*rows.inputs, *self._values.values()]
-        torch._foreach_copy_(to, [args[i] for i in (*self.inputs.tokens, *self._values)], non_blocking=True)
-        for i, dim in self.inputs.tokens.items():
-            self._zero_padded_rows(i, bucket, dim, batch.tokens)
+        torch._foreach_copy_(rows.inputs, [args[i] for i in self._copied], non_blocking=True)
+        self._zero_padded_rows(bucket, batch.tokens)
         self.program.plan(batch, static)
         return rows
 
     def _first_rows(self, bucket: Bucket, tokens: int) -> Rows:
         return Rows(
-            [bucket.inputs[i].narrow(dim, 0, tokens) for i, dim in self.inputs.tokens.items()],
+            [
+                *[bucket.inputs[i].narrow(dim, 0, tokens) for i, dim in self.inputs.tokens.items()],
+                *self._values.values(),
+            ],
             [
                 buffer if dim is None else buffer.narrow(dim, 0, tokens)
                 for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True)
             ],
         )
 
-    def _zero_padded_rows(self, i: int, bucket: Bucket, dim: int, tokens: int) -> None:
+    def _zero_padded_rows(self, bucket: Bucket, tokens: int) -> None:
         """Rows past the real total are zeros; those that no earlier call has written still are."""
-        buffer = bucket.inputs[i]
-        # The buckets share a storage, where a row of one is the same row of another unless a dim comes before it.
-        written = self._dirty[i] if buffer.shape[:dim].numel() == 1 else bucket.tokens
-        last = min(written, bucket.tokens)
-        if tokens < last:
-            buffer.narrow(dim, tokens, last - tokens).zero_()
-        self._dirty[i] = written if written > bucket.tokens else tokens
+        written = min(self._dirty, bucket.tokens)
+        for i, dim in self.inputs.tokens.items():
+            # The buckets share a storage, where a row of one is the same row of another unless a dim comes before it.
+            last = bucket.tokens if i in bucket.not_alike else written
+            if tokens < last:
+                bucket.inputs[i].narrow(dim, tokens, last - tokens).zero_()
+        if self._dirty <= bucket.tokens:
+            self._dirty = tokens
 
     def _poison(self, bucket: Bucket, poison: Poison) -> None:
-        self._dirty = dict.fromkeys(self._dirty, self.limits.ladder[-1])
+        self._dirty = self.limits.ladder[-1]
         for tensor in (*bucket.inputs.values(), *bucket.outputs):
             if tensor.is_floating_point():
                 tensor.fill_(float("nan") if poison is Poison.IMPOSSIBLE else 1.0)
@@ -258,10 +272,7 @@ class CaptureSet:
 
     def weights_moved(self, args: Sequence[Any]) -> bool:
         """Whether a weight has other memory than the graphs read."""
-        return self._weight_pointers(args) != self._pointers
-
-    def _weight_pointers(self, args: Sequence[Any]) -> list[int]:
-        return list(map(Tensor.data_ptr, map(args.__getitem__, self.inputs.weights)))
+        return not self._weights.same(weights_of(args, self.inputs.weights))
 
     def close(self) -> None:
         """Free the graphs."""

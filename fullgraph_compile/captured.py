@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fullgraph_compile.batch import PrefillBatch, active_batch, same_device
+from fullgraph_compile.batch import PrefillBatch, active_batch
+from fullgraph_compile.batch_of_call import check_batch, restarts
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
 from fullgraph_compile.registry import register
 from fullgraph_compile.report import Report
@@ -115,6 +115,7 @@ class CapturedGraph:
         self.as_traced: PlainGraph | None = None
         self.runner = runner
         self.tail = tail.forward
+        self._passes = _passed_on(tail, len(tail_inputs))
         self.tail_inputs = tail_inputs
         self.report = runner.report
         self.token_input = token_input
@@ -123,7 +124,17 @@ class CapturedGraph:
         self.strict = strict
 
     def __call__(self, *args: Any) -> Any:
-        batch = self.batch_of(args)
+        return tuple(self.serve(args, None))
+
+    def serve(self, args: Sequence[Any], batch: PrefillBatch | None) -> Sequence[Any]:
+        """Make a call.
+
+        Args:
+            args: values of the placeholders; not kept.
+            batch: what the call is for, checked; None = the active one, or what the model itself would see.
+        """
+        if batch is None:
+            batch = self.batch_of(args)
         runner = self.runner
         if runner.limits.single_request and any(batch.cached_tokens):
             raise ValueError(
@@ -131,8 +142,9 @@ class CapturedGraph:
                 "positions of its own, give position_ids=batch.position_ids[None]"
             )
         with runner.lock:
-            if self.strict and (refusal := runner.decide(batch)).route is not Route.GRAPH:
-                self._count(refusal, batch, args)
+            decision = runner.decide(batch)
+            if self.strict and decision.route is not Route.GRAPH:
+                self._count(decision, batch, args)
             # Also where no graph is used: run together, the requests would get each other's positions, or be mixed by
             # the op for which the body is not proven.
             several = batch.requests > 1 and batch.tokens > 0
@@ -143,14 +155,16 @@ class CapturedGraph:
                 rows = self._one_by_one(args, batch)
             else:
                 try:
-                    rows, decision = runner.run(args, batch)
+                    rows, decision = runner.run(args, batch, decision)
                 except WeightsChanged:
                     if self.as_traced is None:
                         raise
                     return self.as_traced(*args)
                 self._count(decision, batch, args)
+            if self._passes and decision.route is Route.GRAPH:
+                return [runner.owned(rows[i]) for i in self._passes]
             results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
-            return tuple(runner.owned(r) if isinstance(r, Tensor) else r for r in results)
+            return [runner.owned(r) if isinstance(r, Tensor) else r for r in results]
 
     def batch_of(self, args: Sequence[Any]) -> PrefillBatch:
         """The active batch if there is one, checked against the inputs; else what the model itself would see."""
@@ -333,21 +347,14 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def check_batch(batch: PrefillBatch, tokens: int, device: torch.device) -> None:
-    """Raise ``ValueError`` unless the batch describes a call of ``tokens`` rows on ``device``."""
-    if batch.tokens != tokens:
-        raise ValueError(
-            f"{batch!r}: new_tokens add up to {batch.tokens}, but the call has {tokens} tokens; they must be equal"
-        )
-    if not same_device(batch.device, device):
-        raise ValueError(
-            f"{batch!r} is on {batch.device}, the body on {device}; give PrefillBatch(..., device={str(device)!r})"
-        )
+def _passed_on(tail: GraphModule, more: int) -> tuple[int, ...]:
+    """The body's outputs that a tail returns, in order, where it does nothing else; else empty.
 
-
-def restarts(position_ids: Tensor) -> list[int]:
-    """New tokens of each request, as transformers reads packed positions: a request starts where they do not
-    go on by one."""
-    positions = position_ids.reshape(-1).cpu().numpy()
-    starts = np.flatnonzero(np.diff(positions) != 1) + 1
-    return np.diff([0, *starts.tolist(), len(positions)]).tolist()
+    Args:
+        more: how many inputs it has after the body's outputs.
+    """
+    nodes = list(tail.graph.nodes)
+    rows, returned = nodes[: len(nodes) - 1 - more], nodes[-1].args[0]
+    if not isinstance(returned, (tuple, list)) or not all(node in rows for node in returned):
+        return ()
+    return tuple(map(rows.index, returned)) if all(node.op == "placeholder" for node in nodes[:-1]) else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 from torch import nn
@@ -40,11 +41,7 @@ class ClassFunctions:
 
     def same(self) -> bool:
         """Whether none was replaced."""
-        return all(map(operator.is_, map(_attribute, self._owners, self._names), self._functions))
-
-
-def _attribute(owner: type, name: str) -> Any:
-    return getattr(owner, name, None)
+        return all(map(operator.is_, map(getattr, self._owners, self._names, repeat(None)), self._functions))
 
 
 def _codes(value: Any) -> Iterator[types.CodeType]:

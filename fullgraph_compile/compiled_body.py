@@ -10,23 +10,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fullgraph_compile.batch import PrefillBatch, active_batch
-from fullgraph_compile.captured import CapturedGraph, check_batch
+from fullgraph_compile.binding import Binder
+from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
 from fullgraph_compile.forms import Forms, ModuleChanged
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
-from fullgraph_compile.integrations.plain import Bound, NotServed
-from fullgraph_compile.interposed import interposed
+from fullgraph_compile.integrations.plain import NotServed
 from fullgraph_compile.options import Options, disabled
 from fullgraph_compile.pipeline import expected_decision
-from fullgraph_compile.refusals import Refusals
 from fullgraph_compile.registry import register, unregister
 from fullgraph_compile.report import Report, log
 from fullgraph_compile.tracing import Tracer
-from fullgraph_compile.variant import is_number
 from fullgraph_compile.whole_model import WholeModel, forward_of_class
 
 # An eager call means the same inside a batch of several requests only for these.
@@ -51,13 +49,19 @@ class CompiledBody:
         self.fused = FusedWeights(module) if options.fuse_projections else None
         self.tracer = Tracer(self.integration, options, self.report, self.fused)
         self.forms = Forms(self.module, self.tracer, strict=options.strict)
-        self._refusals = Refusals()
         self._lock = threading.RLock()
         self._counts = threading.local()
         # Where the module is the body of a model, the forward of that.
         self.whole = None if whole is module else WholeModel(whole, self)
         self.__signature__ = inspect.signature(module.forward)
-        self.names = list(self.__signature__.parameters)
+        self.binder = Binder(
+            self.module,
+            self.integration,
+            list(self.__signature__.parameters),
+            self.forms.variants.__contains__,
+            self.forms.check_weights,
+            self._lock,
+        )
         register(self, [*module.parameters(), *module.buffers()])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -86,101 +90,28 @@ class CompiledBody:
                 return self._served(args, kwargs)
             except ModuleChanged:
                 self.integration.forget()
+                self.binder.forget()
                 return self._served(args, kwargs)
         except NotServed as refusal:
             return self._eager(refusal, args, kwargs)
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound, key = self._bind(args, kwargs)
+        call = self.binder.bind(args, kwargs)
+        bound = call.bound
         self.report.device_reads += bound.device_reads
-        with self._lock, entered(bound.batch):
-            result = self.forms.serve(bound, key)
+        with self._lock:
+            if bound.batch is None or bound.batch is active_batch():
+                result = self.forms.serve(call)
+            else:
+                with bound.batch:
+                    result = self.forms.serve(call)
+            if bound.back is None:
+                return result
             try:
-                return result if bound.back is None else bound.back(result)
+                return bound.back(result)
             except NotServed:
                 self.report.drop()
                 raise
-
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ask: bool = True) -> tuple[Bound, Any]:
-        """The call in canonical form, and the form's key; all is checked here, before anything changes.
-
-        Args:
-            ask: whether small calls of our own may be made, to learn what the module means by a call.
-        """
-        module = self.module()
-        assert module is not None
-        if module.training:
-            raise NotServed(Reason.TRAINING, "call eval() for graphs")
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs} if args else kwargs
-        if torch.is_grad_enabled() and self._wants_grad(module, given):
-            raise NotServed(Reason.GRAD, "call under torch.no_grad() or torch.inference_mode()")
-        if what := interposed():
-            raise NotServed(Reason.INTERPOSED, what)
-        for name, value in given.items():
-            if isinstance(value, Tensor) and type(value) is not Tensor and type(value) is not nn.Parameter:
-                raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
-        self._refusals.check(None, ask=ask)
-        if ask:
-            self._learn(self.integration.learn, given)
-        bound = self.integration.bind(given, active_batch())
-        call = bound.call
-        dims = self.integration.token_dims(call)
-        if not dims:
-            raise NotServed(Reason.ARGUMENTS, "no argument is a tensor with a token dim")
-        lead = next(iter(dims))
-        tokens, device = call[lead].shape[dims[lead]], call[lead].device
-        positions = call.get("position_ids")
-        if isinstance(positions, Tensor) and "position_ids" not in dims:
-            raise ValueError(f"position_ids has shape {tuple(positions.shape)}, but the call has {tokens} tokens")
-        if bound.batch is not None:
-            check_batch(bound.batch, tokens, device)
-        key = self._key(call, dims)
-        if tokens and ask and (key not in self.forms.variants or not self.integration.prepared):
-            with self._lock:
-                self._learn(self.integration.prepare, call)
-        return bound, key
-
-    def _learn(self, question: Callable[[dict[str, Any]], None], arguments: dict[str, Any]) -> None:
-        """Ask the module what it means by a call, or what its attention means, before it is traced.
-
-        Raises:
-            NotServed: it cannot be marked; calls run as the user wrote them.
-        """
-        if not self.integration.prepared:
-            self.forms.check_weights()
-        try:
-            question(arguments)
-        except NotServed as refusal:
-            self._refusals.add(None, refusal)
-            raise
-
-    @staticmethod
-    def _wants_grad(module: nn.Module, given: dict[str, Any]) -> bool:
-        return any(isinstance(x, Tensor) and x.requires_grad for x in given.values()) or any(
-            p.requires_grad for p in module.parameters()
-        )
-
-    def _key(self, call: dict[str, Any], dims: dict[str, int]) -> Any:
-        """What a traced graph is for: names, types, constants, and the token dim of each tensor."""
-        parts: list[Any] = []
-        for name in sorted(call):
-            value = call[name]
-            if isinstance(value, Tensor):
-                shape = list(value.shape)
-                if name in self.integration.not_tokens:
-                    shape = [-1] * len(shape)
-                elif name in dims:
-                    shape[dims[name]] = -1
-                parts.append((name, value.dtype, value.device, tuple(shape)))
-            elif is_number(value):
-                parts.append((name, type(value)))
-            elif value is None or isinstance(value, (bool, str)):
-                parts.append((name, value))
-            else:
-                raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
-        device = call[next(iter(dims))].device.type
-        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return tuple(parts), autocast
 
     def _eager(self, refusal: NotServed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original call.  Inside a batch of several requests it would mean something else, so it is an error."""
@@ -211,12 +142,11 @@ class CompiledBody:
         if disabled():
             return Decision(Route.EAGER, None, Reason.DISABLED)
         try:
-            bound, key = self._bind(args, kwargs, ask=False)
+            bound, form, tokens = self.binder.bind(args, kwargs, ask=False)
         except NotServed as refusal:
             return Decision(Route.EAGER, None, refusal.reason)
         call, batch = bound.call, bound.batch
-        tokens = self.forms.tokens(call)
-        for variant in self.forms.variants.get(key, ()):
+        for variant in self.forms.variants.get(form, ()):
             if not isinstance(variant.graph, CapturedGraph):
                 return Decision(Route.COMPILED, None, variant.graph.reason)
             if variant.direct and variant.serves(tokens):
@@ -230,7 +160,7 @@ class CompiledBody:
 
     def release(self) -> None:
         """Free the graphs; the next call captures again, without compiling."""
-        self._refusals.clear()
+        self.binder.release()
         self.forms.release()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import enum
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import ClassVar
 
 from fullgraph_compile.ladder import legal_buckets, slots_of
@@ -139,4 +139,10 @@ def decide(tokens: int, requests: int, longest: int, limits: Limits) -> Decision
     for turned_off, why in limits.off:
         if turned_off == bucket:
             return Decision(Route.COMPILED, bucket, why)
+    return graph_of(bucket)
+
+
+@cache
+def graph_of(bucket: int) -> Decision:
+    """The decision for a bucket's graph; made once, as it is what nearly every call gets."""
     return Decision(Route.GRAPH, bucket)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullgraph_compile.batch import no_active_batch
+from fullgraph_compile.batch import PrefillBatch, no_active_batch
+from fullgraph_compile.binding import Formed
 from fullgraph_compile.captured import CapturedGraph, PlainGraph
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.offloading import moved_weights
@@ -45,12 +46,12 @@ class Forms:
         # Whether what was traced did not hold at some call since the module was learned.
         self._changed = False
 
-    def serve(self, bound: Bound, key: Any) -> Any:
+    def serve(self, formed: Formed) -> Any:
         """Make the call by the first variant that is for it, the last used first; trace one if there is none."""
+        bound, key, tokens = formed
         call = bound.call
         self.report.begin()
         variants = self.variants.setdefault(key, [])
-        tokens = self.tokens(call)
         for i, variant in enumerate(variants):
             if not variant.serves(tokens):
                 continue
@@ -68,8 +69,7 @@ class Forms:
                 variant.doubted = True
                 continue
             try:
-                with torch.no_grad():
-                    result = variant(call)
+                result = without_grad(variant, call, bound.batch)
             except WeightsChanged:
                 continue
             # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
@@ -77,8 +77,7 @@ class Forms:
             replaced = not stands and variant.replaced()
             if replaced and variant.take_new_weights() and self.tracer.holds(variant):
                 self.report.drop()
-                with torch.no_grad():
-                    return variant(call)
+                return without_grad(variant, call, bound.batch)
             if replaced or not (stands or self.tracer.holds(variant)):
                 # Its graphs are freed: states of the module that come and go must not each keep a set.
                 variant.graph.release()
@@ -87,7 +86,8 @@ class Forms:
                 self.report.fell_back(Reason.CHANGED, strict=self.strict)
                 continue
             variant.doubted = False
-            variants.insert(0, variants.pop(i))
+            if i:
+                variants.insert(0, variants.pop(i))
             return result
         if not tokens and not self.tracer.integration.op_attention:
             raise NotServed(Reason.EMPTY)
@@ -113,7 +113,7 @@ class Forms:
         now.details = {**now.details, **then.details}
         if not variant.lasting:
             raise NotServed(Reason.NOT_LASTING)
-        return self.serve(bound, key)
+        return self.serve(formed)
 
     def _trace(self, call: dict[str, Any], key: Any) -> tuple[Variant, Any]:
         """Trace this form of the call, and make the call; what is for the calls that follow is kept.
@@ -158,10 +158,6 @@ class Forms:
         with self.tracer.modes():
             return variant.accepts(call)
 
-    def tokens(self, call: dict[str, Any]) -> int:
-        name, dim = next(iter(self.tracer.integration.token_dims(call).items()))
-        return call[name].shape[dim]
-
     def graphs(self) -> list[CapturedGraph]:
         """What was traced for graphs so far."""
         return [v.graph for vs in self.variants.values() for v in vs if isinstance(v.graph, CapturedGraph)]
@@ -171,3 +167,11 @@ class Forms:
         self.refusals.clear()
         for graph in self.graphs():
             graph.runner.release()
+
+
+def without_grad(variant: Variant, call: dict[str, Any], batch: PrefillBatch | None) -> Any:
+    """The call by a variant, no gradients, whatever the caller has."""
+    if not torch.is_grad_enabled():
+        return variant(call, batch)
+    with torch.no_grad():
+        return variant(call, batch)

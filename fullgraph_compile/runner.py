@@ -93,10 +93,15 @@ class BodyRunner:
         """What the graphs may serve over a KV cache."""
         return self.limits if cache is None else self.limits.over_cache(cache.capacity)
 
-    def run(self, args: Sequence[Any], batch: PrefillBatch) -> tuple[list[Tensor], Decision]:
+    def run(
+        self, args: Sequence[Any], batch: PrefillBatch, decision: Decision | None = None
+    ) -> tuple[list[Tensor], Decision]:
         """Outputs of the body, cut to real rows, and how they came about.
 
         Outputs of a replay are views of buffers that the next call overwrites; ``owned`` copies them.
+
+        Args:
+            decision: what ``decide`` says of the batch, if it was asked.
 
         Raises:
             ValueError: the body cannot use the batch's KV cache.
@@ -105,7 +110,8 @@ class BodyRunner:
             if self._checked is None or self._checked() is not batch.cache:
                 self.program.check_cache(batch.cache, self.device)
                 self._checked = (lambda: None) if batch.cache is None else weakref.ref(batch.cache)
-            decision = self.decide(batch)
+            if decision is None:
+                decision = self.decide(batch)
             graphs: CaptureSet | None = None
             if decision.route is Route.GRAPH:
                 graphs = self._set_for(batch.cache)
@@ -143,7 +149,10 @@ class BodyRunner:
     def _set_for(self, cache: PagedKVCache | None) -> CaptureSet | None:
         """The set over this cache that was used last."""
         key = cache_key(cache)
-        return next((s for s in self._sets if s.cache_key == key), None)
+        for graphs in self._sets:
+            if graphs.cache_key == key:
+                return graphs
+        return None
 
     def exact(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
         """The same compiled pieces without padding and without a graph.
@@ -171,16 +180,21 @@ class BodyRunner:
         """The tensor itself, or a copy of it if it is memory that the next call overwrites."""
         if self.clone_outputs:
             storage = tensor.untyped_storage().data_ptr()
-            if any(storage in graphs.storages for graphs in self._sets):
-                return tensor.clone()
+            for graphs in self._sets:
+                if storage in graphs.storages:
+                    return tensor.clone()
         return tensor
 
     def _follow_last_call(self) -> None:
         """Wait, on the device, for the last call if it ran on another stream: both use the static buffers."""
         if self.device.type != "cuda":
             return
+        # By its handle, as to make the object of a stream takes longer than to launch a graph.
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
+        if self._last_stream is not None and self._last_stream.cuda_stream == handle:
+            return
         stream = torch.cuda.current_stream(self.device)
-        if self._last_stream is not None and self._last_stream != stream:
+        if self._last_stream is not None:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
-from fullgraph_compile.pinned import PinnedRing
+from fullgraph_compile.pinned import Lengths, PinnedRing
 
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
@@ -37,6 +38,8 @@ _ALIGNED = 4
 @dataclass(frozen=True)
 class _Layout:
     """Where each vector lies in a block of int32: slot ids, lengths and offsets, then the page table.
+
+    ``pack`` writes the vectors in the order of ``parts``.
 
     Attributes:
         tokens: rows of the call.
@@ -84,29 +87,31 @@ class _Layout:
             views["page_table"] = block[at : at + self.slots * self.columns].view(self.slots, self.columns)
         return views
 
+    @cached_property
+    def _gaps(self) -> tuple[bytes, ...]:
+        """What is between the vectors before the page table; slot ids end where they end."""
+        return tuple(bytes(4 * (_aligned(n) - n)) for name, n in self.parts if name != "slot_ids")
+
     def pack(self, batch: PrefillBatch, rows: int) -> np.ndarray:
         """All metadata of a batch, tails included, and the first ``rows`` rows of the page table."""
+        # Bytes are put together at the cost of one array; this is before each launch.
         unused = self.slots - batch.requests
-        new, keys = batch.new_tokens, batch.lengths
-        total_q, total_k = batch.tokens, sum(keys)
-        zeros = [0] * unused
-        cu_q = _offsets(new) + [total_q] * unused
-        cu_k = _offsets(keys) + [total_k] * unused
-        vectors = {
-            "num_real_tokens": [total_q], "cu_q": cu_q, "cu_k": cu_k, "q_lens": [*new, *zeros],
-            "k_lens": [*keys, *zeros], "pad_cu_q": [*cu_q, self.tokens], "pad_cu_k": [*cu_k, total_k],
-        }  # fmt: skip
-        # One list, as each that becomes an array costs as much as this one.
-        flat: list[int] = []
-        for name, n in self.parts:
-            if name in vectors:
-                flat += vectors[name]
-                flat += [0] * (_aligned(n) - n)
+        new, starts_q, keys, starts_k = batch.words
+        total_q, total_k, zeros = starts_q[-4:], starts_k[-4:], bytes(4 * unused)
+        cu_q, cu_k = starts_q + total_q * unused, starts_k + total_k * unused
+        last = self.tokens.to_bytes(4, sys.byteorder)
+        vectors = (total_q, cu_q, cu_k, new + zeros, keys + zeros, cu_q + last, cu_k + total_k)
+        packed = bytearray()
+        for vector, gap in zip(vectors, self._gaps, strict=True):
+            packed += vector
+            packed += gap
+        head = np.frombuffer(packed, dtype=np.int32)
+        if not self.page_size:
+            return head
         at = self.head
         words = np.zeros(at + rows * self.columns, dtype=np.int32)
-        words[at - len(flat) : at] = flat
-        if self.page_size:
-            self._pack_pages(batch, words[: 2 * self.tokens].view(np.int64), words[at:].reshape(rows, self.columns))
+        words[at - len(head) : at] = head
+        self._pack_pages(batch, words[: 2 * self.tokens].view(np.int64), words[at:].reshape(rows, self.columns))
         return words
 
     def _pack_pages(self, batch: PrefillBatch, slot_ids: np.ndarray, table: np.ndarray) -> None:
@@ -140,14 +145,6 @@ def _aligned(words: int) -> int:
     return -(-words // _ALIGNED) * _ALIGNED
 
 
-def _offsets(lengths: Sequence[int]) -> list[int]:
-    offsets, total = [0], 0
-    for n in lengths:
-        total += n
-        offsets.append(total)
-    return offsets
-
-
 class StaticBuffers:
     """Owns the metadata that captured graphs read, at fixed addresses.
 
@@ -177,11 +174,11 @@ class StaticBuffers:
         self._ring = PinnedRing(device)
         self._ring.reserve(size)
         self._dirty = 0  # rows of the page table that hold what the last call staged
-        self._buckets: dict[int, tuple[_Layout, Tensor, StaticBatch]] = {}
+        self._buckets: dict[int, tuple[_Layout, Lengths, StaticBatch]] = {}
         for layout in layouts:
             block = self._block[head - layout.head :]
             static = _static(layout, block, max(2, layout.tokens), cache)
-            self._buckets[layout.tokens] = (layout, block, static)
+            self._buckets[layout.tokens] = (layout, Lengths(block), static)
 
     def of(self, tokens: int) -> StaticBatch:
         """The metadata of bucket ``tokens``."""
@@ -201,11 +198,11 @@ class StaticBuffers:
             )
         if poison is not None:
             words = _poisoned(layout, static, poison)
-            self._ring.copy(words, block[: len(words)])
+            self._ring.copy(words, block.first(len(words)))
             self._dirty = max(self._dirty, layout.slots)
         rows = max(batch.requests, min(self._dirty, layout.slots)) if layout.page_size else 0
         words = layout.pack(batch, rows)
-        self._ring.copy(words, block[: len(words)])
+        self._ring.copy(words, block.first(len(words)))
         # Rows past the slots of this bucket stay as a larger one left them.
         self._dirty = max(batch.requests, self._dirty) if self._dirty > layout.slots else batch.requests
         self.staged = static

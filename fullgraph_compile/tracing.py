@@ -25,7 +25,8 @@ from fullgraph_compile.integrations.plain import NotServed, PlainModule
 from fullgraph_compile.options import BadOption, Options
 from fullgraph_compile.progress import phase
 from fullgraph_compile.report import Report
-from fullgraph_compile.variant import Variant, attributes, keep_guard, left_something, thin
+from fullgraph_compile.traceable import attributes, keep_guard, left_something, thin
+from fullgraph_compile.variant import Variant
 from fullgraph_compile.watching import WORKS
 
 # Hooks of submodules are looked at; and Dynamo's own shortcut past them, which newer versions have turned off as it
@@ -181,6 +182,8 @@ class Tracer:
         if not variant.stands():
             variant.changed()
             return False
+        if variant.in_any_mode and not torch.is_grad_enabled() and variant.still_holds():
+            return True
         with self.modes():
             return variant.still_holds()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import types
 import weakref
@@ -10,13 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch.utils import _pytree as pytree
 
+from fullgraph_compile.arguments import Arguments
+from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.class_functions import ClassFunctions
 from fullgraph_compile.report import log
+from fullgraph_compile.results import Result
 from fullgraph_compile.standing_guards import StandingGuards
 from fullgraph_compile.watching import WORKS
 
@@ -49,7 +51,9 @@ class Variant:
         lasting: whether the trace holds for a second call, as its first one left the module and all else that it reads.
         doubted: whether the trace did not hold when all was last asked; it is then asked before it is used.
         standing: asks the guards without walking through the module; None = they are asked in full each time.
-        template: for each leaf of the result, the index of an output, the name of an input, or the constant itself.
+        in_any_mode: whether ``still_holds`` may be asked without the modes that the trace was made under, as long as
+            there are no gradients: entering them takes as long as asking.
+        result: how the call's result is made of the graph's.
     """
 
     graph: Any
@@ -59,23 +63,28 @@ class Variant:
     unbacked: bool
     module: weakref.ref[nn.Module]
     direct: bool = False
-    args: list[Any] = field(default_factory=list)
+    args: Arguments = field(default_factory=lambda: Arguments((), ()))
     sizes: list[int] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     owners: dict[int, Owner] = field(default_factory=dict)
-    template: list[tuple[str, Any]] = field(default_factory=list)
-    spec: Any = None
+    result: Result | None = None
     numbers: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     parts: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
     functions: ClassFunctions | None = None
     lasting: bool = True
     doubted: bool = False
     standing: StandingGuards | None = None
+    in_any_mode: bool = False
     _locals: dict[str, Any] = field(default_factory=dict)
+    # The numbers of the traced call.
+    _numbers: dict[str, Any] = field(init=False)
     # Calls until changes are watched for again, and how many those are after the next change: to begin anew takes
     # as long as ten askings, and a module may change at each call.
     _quiet: int = 0
     _pause: int = 0
+
+    def __post_init__(self) -> None:
+        self._numbers = {k: v for k, v in self.sample.items() if is_number(v)}
 
     # -- learning ------------------------------------------------------------------------------------------------
 
@@ -93,30 +102,24 @@ class Variant:
         self.numbers[tuple(v for v in self.sample.values() if is_number(v))] = True
         names = {id(v): k for k, v in self.sample.items() if isinstance(v, Tensor)}
         owners = {id(t): owner for owner, t in _weights(module)}
-        sizes = set(self.graph.runner.inputs.sizes)
+        inputs = self.graph.runner.inputs
+        sizes = set(inputs.sizes)
+        held: list[Any] = [None] * len(args)
         for i, arg in enumerate(args):
-            self.args.append(None)
             if i in sizes or not isinstance(arg, Tensor):
                 self.sizes.append(i)
             elif id(arg) in names:
                 self.names[i] = names[id(arg)]
             elif id(arg) in owners:
                 self.owners[i] = owners[id(arg)]
-                self.args[i] = arg
+                held[i] = arg
             else:
                 return
-        leaves, self.spec = pytree.tree_flatten(result)
-        at = {id(t): i for i, t in enumerate(outputs) if isinstance(t, Tensor)}
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) in at:
-                self.template.append(("output", at[id(leaf)]))
-            elif isinstance(leaf, Tensor) and id(leaf) in names:
-                self.template.append(("input", names[id(leaf)]))
-            elif leaf is None or isinstance(leaf, (bool, str)):
-                self.template.append(("constant", leaf))
-            else:
-                return
-        self.direct = True
+        if not self.owners.keys() >= set(inputs.weights):
+            return
+        self.args = Arguments(held, inputs.weights)
+        self.result = Result.learn(result, outputs, names)
+        self.direct = self.result is not None
 
     # -- calling -------------------------------------------------------------------------------------------------
 
@@ -126,21 +129,33 @@ class Variant:
 
     def arguments(self, call: dict[str, Any]) -> list[Any]:
         """What the graph takes, for a call of this form."""
-        args = self.args.copy()
+        args = list(self.args)
+        self._fill(args, call)
+        return args
+
+    def _fill(self, args: list[Any], call: dict[str, Any]) -> None:
         for i, name in self.names.items():
             args[i] = call[name]
         index, dim = self.graph.token_input
         for i in self.sizes:
             args[i] = args[index].shape[dim]
-        return args
 
-    def __call__(self, call: dict[str, Any]) -> Any:
-        outputs = self.graph(*self.arguments(call))
-        leaves = [
-            outputs[what] if kind == "output" else call[what] if kind == "input" else what
-            for kind, what in self.template
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
+    def __call__(self, call: dict[str, Any], batch: PrefillBatch | None = None) -> Any:
+        """Make a call.
+
+        Args:
+            batch: what it is for; None = the active one, or what the model itself would see.
+        """
+        # Filled in place: a copy of some hundred weights costs more than most of what is done for a call.  One call at
+        # a time is made of one body.
+        args, result = self.args, self.result
+        assert result is not None
+        self._fill(args, call)
+        try:
+            return result(self.graph.serve(args, batch), call)
+        finally:
+            for i in self.names:
+                args[i] = None  # the caller's
 
     # -- holding -------------------------------------------------------------------------------------------------
 
@@ -155,12 +170,14 @@ class Variant:
         held = [self.args[i] for i in self.owners]
         if all(map(operator.is_, now, held)):
             return True
+        values = list(self.args)
         for i, new in zip(self.owners, now, strict=True):
-            old = self.args[i]
+            old = values[i]
             if new is not old:
                 if not isinstance(new, Tensor) or _form(new) != _form(old):
                     return False
-                self.args[i] = new
+                values[i] = new
+        self.args = Arguments(values, self.graph.runner.inputs.weights)
         return True
 
     def replaced(self) -> bool:
@@ -176,11 +193,11 @@ class Variant:
 
     def needs_asking(self, call: dict[str, Any]) -> bool:
         """Whether the call gives a number other than the traced call's."""
-        return any(is_number(v) and call[k] != v for k, v in self.sample.items())
+        return bool(self._numbers) and any(call[k] != v for k, v in self._numbers.items())
 
     def accepts(self, call: dict[str, Any]) -> bool:
         """Whether the trace is for the numbers that the call gives: the same as in the traced call, or unused."""
-        numbers = {k: call[k] for k, v in self.sample.items() if is_number(v)}
+        numbers = {k: call[k] for k in self._numbers}
         known = tuple(numbers.values())
         if known not in self.numbers:
             self.numbers[known] = self.holds({**self.sample, **numbers})
@@ -210,6 +227,12 @@ class Variant:
             self.standing = StandingGuards(entry.guard_manager.root, module, self._slots())
         except Exception as error:  # Dynamo's guards are nobody's interface
             log.debug("changes of %s cannot be watched: %s", type(module).__name__, error)
+            return
+        # A guard that holds in another mode too says nothing of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.in_any_mode = self.still_holds()
+        with torch.inference_mode():
+            self.in_any_mode &= self.still_holds()
 
     def stands(self) -> bool:
         """Whether the module, its weights included, is known to be as it was when all was last asked.
@@ -250,11 +273,6 @@ class Variant:
         return entries[0] if len(entries) == 1 else None
 
 
-def keep_guard(guards: Sequence[Any]) -> list[bool]:
-    """Filter for Dynamo: all guards but those on parameters."""
-    return [not isinstance(g.value, nn.Parameter) for g in guards]
-
-
 def is_number(value: Any) -> bool:
     """A number whose value a trace may or may not depend on."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -270,34 +288,3 @@ def _weights(module: nn.Module) -> Iterator[tuple[Owner, Tensor]]:
             for name, tensor in slots.items():
                 if tensor is not None:
                     yield Owner(slots, name), tensor
-
-
-_numbers = itertools.count()
-
-
-def _call_forward(module: Any, kwargs: dict[str, Any]) -> Any:
-    return forward(module, **kwargs)  # type: ignore[name-defined]  # noqa: F821
-
-
-def thin(forward: Callable[..., Any]) -> types.FunctionType:
-    """A function of our own around a forward: ``body(module, kwargs)``, with a code object and a name of its own.
-
-    Dynamo keeps what it compiled, and counts its limit of recompiles, by code object, and remembers by name which
-    arguments have changed.  It keeps the globals alive too, so the module is an argument.
-
-    Args:
-        forward: a function of the module and its arguments by name.
-    """
-    name = f"body_{next(_numbers)}"
-    code = _call_forward.__code__.replace(co_name=name)
-    return types.FunctionType(code, {"forward": forward, "__builtins__": __builtins__}, name)
-
-
-def attributes(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each part's attributes, and a copy of them, to see what a call leaves on the module."""
-    return [(vars(m), dict(vars(m))) for m in module.modules()]
-
-
-def left_something(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
-    """Whether a call has set an attribute: only Dynamo's own code sets it at each call."""
-    return any(now.keys() != then.keys() or any(now[k] is not v for k, v in then.items()) for now, then in before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import operator
 import sys
@@ -10,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
+from fullgraph_compile.words import Words, word
 
 # Where CPython keeps what is read here, in bytes from the address of the object.
 _TYPE = 8  # of any object: its type
@@ -60,17 +59,10 @@ class Watch:
         words = {id(d) + _VERSION for d in self._alive[len(objects) :] if id(d) not in looked_through}
         for obj, attributes in zip(objects, own, strict=True):
             at = id(obj) + (_MANAGED_DICT if type(obj).__dictoffset__ < 0 else type(obj).__dictoffset__)
-            if _word(at) != id(attributes) or _word(id(obj) + _TYPE) != id(type(obj)):
+            if word(at) != id(attributes) or word(id(obj) + _TYPE) != id(type(obj)):
                 raise ValueError(f"a {type(obj).__name__} does not keep its __dict__ where others do")
             words |= {at, id(obj) + _TYPE}
-        addresses = np.array(sorted(words), dtype=np.int64)
-        first, last = (int(addresses[0]), int(addresses[-1])) if len(addresses) else (0, 0)
-        # All memory between them; only the words themselves are touched.
-        span = ctypes.c_uint64 * ((last - first) // 8 + 1) if len(addresses) else ctypes.c_uint64 * 0
-        memory: Any = span.from_address(first)
-        self._memory = np.frombuffer(memory, dtype=np.uint64)
-        self._places = (addresses - first) // 8
-        self._then = self._memory[self._places]
+        self._words = Words(words)
 
     def same(self) -> bool:
         """Whether nothing has changed."""
@@ -85,7 +77,7 @@ class Watch:
                 return False
             if isinstance(now, dict) and not all(map(operator.is_, now, keys)):
                 return False
-        return bool((self._memory.take(self._places) == self._then).all())
+        return self._words.same()
 
 
 _code_of = operator.attrgetter("__code__")
@@ -107,10 +99,6 @@ def attributes_of(cls: type) -> dict[str, Any]:
     if type(attributes) is not dict:
         raise ValueError(f"{cls.__name__} keeps its attributes in a {type(attributes).__name__}")
     return attributes
-
-
-def _word(address: int) -> int:
-    return ctypes.c_uint64.from_address(address).value
 
 
 class _Sample:

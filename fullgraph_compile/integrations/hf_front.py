@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullgraph_compile.batch import PrefillBatch, same_device
-from fullgraph_compile.captured import check_batch, restarts
+from fullgraph_compile.batch_of_call import check_batch, restarts
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations import hf_cache
 from fullgraph_compile.integrations.hf_facts import Facts, default_positions, padding_id
@@ -241,9 +241,9 @@ def _positions(
     if rule is None:
         return None
     if active is not None and any(active.cached_tokens):
-        return batch.position_ids[None]
+        return batch.row_of_positions
     if rule == "ranks" or (rule == "columns" and packing.trivial):
-        return batch.position_ids[None]
+        return batch.row_of_positions
     if rule == "columns":
         return packing.column_of_token[None]
     ids = tokens if lead == "input_ids" else None
@@ -258,7 +258,7 @@ def _ids_positions_of_packed(module: nn.Module, ids: Tensor | None, batch: Prefi
     """The rule "ids" for requests in one row, each counted from its own first token."""
     past = padding_id(module)
     if ids is None:
-        return batch.position_ids[None] + past + 1
+        return batch.row_of_positions + past + 1
     real = ids.ne(past).long()
     count = real.cumsum(1)
     new = np.array(batch.new_tokens)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,8 +22,7 @@ class NotServed(Exception):
         self.detail = detail
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """A call as a trace takes it.
 
     Attributes:
@@ -132,6 +130,10 @@ class PlainModule:
             ValueError: the batch does not describe the call.
         """
         return Bound(given, active)
+
+    def surroundings(self) -> tuple[Any, ...]:
+        """What ``bind`` reads besides the arguments and the batch, and what was learned: hashable."""
+        return ()
 
     def token_dims(self, call: dict[str, Any]) -> dict[str, int]:
         """Token dim of each argument that has one: dim 1 of ``[1, T, ...]``, dim 0 of ``[T, ...]``.

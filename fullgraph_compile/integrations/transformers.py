@@ -110,6 +110,13 @@ class TransformersModule(PlainModule):
 
         return bind(self, given, active)
 
+    def surroundings(self) -> tuple[Any, ...]:
+        config = self.module.config
+        # Past the config's own attribute access, which costs more than all else.
+        own = object.__getattribute__(config, "__dict__")
+        read = ("use_cache", "return_dict")
+        return tuple([own[name] if name in own else getattr(config, name, None) for name in read])
+
     @property
     def prepared(self) -> bool:
         return self._prepared

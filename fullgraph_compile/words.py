@@ -1,0 +1,45 @@
+"""Words of memory, many of them read at once: one gather in the place of a Python step for each."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+class Words:
+    """The 64-bit words at some addresses, and what they were when this was made.
+
+    Whoever makes it must see to it that the memory stays what it is: all of it is read at each asking.
+
+    Args:
+        addresses: multiples of 8.
+    """
+
+    def __init__(self, addresses: Iterable[int]) -> None:
+        # In order, so that neighbours are read one after the other.
+        places = np.array(sorted(set(addresses)), dtype=np.int64)
+        first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -8)
+        # All memory between them; only the words themselves are touched.
+        span: Any = (ctypes.c_uint64 * ((last - first) // 8 + 1)).from_address(first)
+        self._memory = np.frombuffer(span, dtype=np.uint64) if len(places) else np.zeros(0, dtype=np.uint64)
+        self._places = (places - first) // 8
+        self._then = self._read()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def same(self) -> bool:
+        """Whether each is what it was."""
+        return self._read() == self._then
+
+    def _read(self) -> bytes:
+        # As bytes they are compared by one memcmp; "wrap" looks at no bounds, which were looked at once.
+        return self._memory.take(self._places, mode="wrap").tobytes() if len(self._places) else b""
+
+
+def word(address: int) -> int:
+    """One word."""
+    return ctypes.c_uint64.from_address(address).value
