@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -132,6 +133,45 @@ def test_host_work_of_a_call(owned: bool, requests: list[int]) -> None:
     assert sum(ops[name] for name in views) <= 2
     made = ("aten::empty", "aten::empty_strided", "aten::resize_")
     assert sum(within[name] for name in made) == int(owned), within
+
+
+def python_calls(call: Callable[[], Any]) -> Counter[str]:
+    """Functions in Python that one call goes through."""
+    found: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            found[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_steps_in_python_of_a_call_are_few_and_the_same_for_any_layers_and_requests() -> None:
+    counts = []
+    for layers, requests in ((1, [7]), (1, [1] * 7), (3, [3, 4])):
+        body = ready("compile", tiny("Llama", num_hidden_layers=layers), buckets=[8], strict=True)
+        batch = fgc.PrefillBatch(requests, device="cpu")
+        ids, positions = tokens(7)[None], batch.position_ids[None]
+
+        def call(body: Any = body, batch: Any = batch, ids: Any = ids, positions: Any = positions) -> None:
+            with torch.inference_mode(), batch:
+                body(input_ids=ids, position_ids=positions, use_cache=False)
+
+        with graphs_that_do_nothing(body):
+            call(), call(), call()
+            found = python_calls(call)
+        # Each of these is of the way that a call takes the first time, and costs more than all of it later.
+        slow = ("hf_front", "contextlib", "dataclasses", "_pytree", "transformers.utils")
+        assert not [name for name in found if any(part in name for part in slow)], found
+        counts.append(found.total())
+    assert max(counts) == min(counts), counts
+    # 86 on Python 3.11; newer ones have no frame for a comprehension.
+    assert max(counts) <= 95, found
 
 
 def test_a_shorter_call_zeroes_only_the_rows_that_a_longer_one_wrote() -> None:

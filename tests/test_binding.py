@@ -1,0 +1,176 @@
+"""Calls that are alike are looked at once; what is not alike is not taken for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fullgraph_compile as fgc
+from fullgraph_compile.compiled_body import compiled_body
+from fullgraph_compile.integrations.plain import PlainModule
+from fullgraph_compile.integrations.transformers import TransformersModule
+from tests.models import T2, tiny, tokens
+from tests.runtime.bodies import equal, first, ready
+
+
+class Counted:
+    """A compiled body, its eager twin, and how often its calls were looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, kind: type[PlainModule]) -> None:
+        self.looked: Counter[str] = Counter()
+        bind = kind.bind
+
+        def counted(integration: Any, *args: Any) -> Any:
+            self.looked["at"] += 1
+            return bind(integration, *args)
+
+        monkeypatch.setattr(kind, "bind", counted)
+        self.body = ready("compile", module, buckets=[8, 16])
+
+    def __call__(self, lengths: list[int], **given: Any) -> tuple[Any, int]:
+        """The result, and how often a call was looked at for it."""
+        before = self.looked["at"]
+        n = sum(lengths)
+        batch = fgc.PrefillBatch(lengths, device="cpu")
+        call = {"input_ids": tokens(n)[None], "position_ids": batch.position_ids[None], **given}
+        with torch.no_grad(), batch:
+            out = self.body(**{k: v for k, v in call.items() if v is not ...})
+        return out, self.looked["at"] - before
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch, tiny("Llama", num_hidden_layers=1), TransformersModule)
+
+
+def test_calls_that_differ_in_their_tokens_are_alike(llama: Counted) -> None:
+    llama([3, 4], use_cache=False), llama([3, 4], use_cache=False)
+    for lengths in ([7], [2, 3], [1] * 9, [16]):
+        out, looked = llama(lengths, use_cache=False)
+        assert looked == 0, lengths
+        alone = [
+            first(llama.body(input_ids=tokens(sum(lengths))[None, a:b], use_cache=False)) for a, b in spans(lengths)
+        ]
+        equal(first(out), torch.cat(alone, 1))
+
+
+def spans(lengths: list[int]) -> list[tuple[int, int]]:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def test_positions_that_are_not_given_are_those_of_each_batch(llama: Counted) -> None:
+    for _ in range(2):
+        llama([3, 4], use_cache=False, position_ids=...)
+    for lengths in ([4, 3], [2, 5, 4]):
+        got, looked = llama(lengths, use_cache=False, position_ids=...)
+        assert looked == 0
+        equal(first(got), first(llama(lengths, use_cache=False)[0]))
+
+
+def test_what_is_given_otherwise_is_looked_at(llama: Counted) -> None:
+    n = 7
+    plain: dict[str, Any] = {"use_cache": False}
+    others: dict[str, dict[str, Any]] = {
+        "one more constant": {**plain, "return_dict": True},
+        "a result of another kind": {**plain, "return_dict": False},
+        "a mask": {**plain, "attention_mask": torch.ones(1, n, dtype=torch.int64)},
+        "positions without their batch dim": {**plain, "position_ids": torch.arange(n)},
+        "embeddings": {**plain, "input_ids": ..., "inputs_embeds": llama.body.embed_tokens(tokens(n))[None].detach()},
+        "positions of another type": {**plain, "position_ids": torch.arange(n, dtype=torch.int32)[None]},
+    }
+    want = first(llama([n], **plain)[0])
+    assert llama([n], **plain)[1] == 0
+    for name, given in others.items():
+        out, looked = llama([n], **given)
+        assert looked > 0, name
+        equal(first(out), want)
+        assert isinstance(out, tuple) == (given.get("return_dict") is False)
+
+
+def test_a_mask_is_looked_at_each_time_as_its_values_count(llama: Counted) -> None:
+    ones = torch.ones(1, 7, dtype=torch.int64)
+    for _ in range(3):
+        _, looked = llama([7], use_cache=False, attention_mask=ones)
+        assert looked == 1
+    holes = ones.clone()
+    holes[0, 0] = 0
+    with pytest.raises(ValueError, match="other lengths than attention_mask"):
+        llama([7], use_cache=False, attention_mask=holes)
+
+
+def test_a_config_that_changes_what_a_call_means_is_followed(llama: Counted) -> None:
+    config = llama.body.config
+    config.use_cache = False
+    for _ in range(3):
+        out, looked = llama([7])
+    assert looked == 0 and out.past_key_values is None
+    config.use_cache = True
+    out, looked = llama([7])
+    assert looked == 1 and out.past_key_values.get_seq_length() == 7
+    config.use_cache = False
+    assert llama([7])[0].past_key_values is None
+
+
+def test_one_token_is_no_dim_of_its_own(llama: Counted) -> None:
+    for _ in range(3):
+        _, looked = llama([1], use_cache=False)
+        assert looked == 1
+
+
+def test_a_batch_that_does_not_describe_the_call_is_an_error_also_the_second_time(llama: Counted) -> None:
+    for _ in range(2):
+        llama([3, 4], use_cache=False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="new_tokens add up to 5"):
+            llama([5], use_cache=False, input_ids=tokens(7)[None], position_ids=torch.arange(7)[None])
+    with pytest.raises(ValueError, match="position_ids has shape"):
+        llama([5], use_cache=False, position_ids=torch.arange(6)[None])
+
+
+def test_a_size_that_is_the_token_count_by_chance_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = Counted(monkeypatch, tiny("Llama", num_hidden_layers=1, hidden_size=16), TransformersModule)
+    embed = body.body.embed_tokens
+
+    def call(n: int) -> tuple[Tensor, int]:
+        out, looked = body([n], use_cache=False, input_ids=..., inputs_embeds=embed(tokens(n))[None].detach())
+        return first(out), looked
+
+    for n, times in ((16, 1), (16, 1), (8, 1), (8, 0), (5, 0)):
+        out, looked = call(n)
+        assert looked == times, n
+        equal(out, first(body([n], use_cache=False)[0]))
+
+
+def test_any_module_has_calls_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = Counted(monkeypatch, T2(layers=1).eval(), PlainModule)
+    body([5]), body([5])
+    for lengths in ([7], [2, 3]):
+        assert body(lengths)[1] == 0
+
+
+def test_what_was_known_is_forgotten_when_the_module_is_learned_anew_or_released(llama: Counted) -> None:
+    llama([7], use_cache=False), llama([7], use_cache=False)
+    compiled = compiled_body(llama.body)
+    assert compiled is not None and compiled.binder._known
+    fgc.release(llama.body)
+    assert not compiled.binder._known
+    assert llama([7], use_cache=False)[1] == 1
+
+
+def test_the_result_is_made_as_its_class_makes_it(llama: Counted) -> None:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    llama([7], use_cache=False)
+    out, _ = llama([7], use_cache=False)
+    want = BaseModelOutputWithPast(last_hidden_state=out.last_hidden_state)
+    assert type(out) is type(want)
+    assert list(out.items()) == list(want.items()) and vars(out) == vars(want)
+    assert out[0] is out["last_hidden_state"] is out.last_hidden_state
+    out.last_hidden_state = None
+    out["hidden_states"] = ()
+    assert out.hidden_states == ()
