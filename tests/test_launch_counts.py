@@ -16,6 +16,7 @@ import fullgraph_compile as fgc
 from fullgraph_compile.graphs.tape import Tape
 from fullgraph_compile.program import Program
 from fullgraph_compile.staging import StaticBuffers
+from fullgraph_compile.watching import WORKS
 from tests.models import tiny, tokens
 from tests.runtime.bodies import ready, run, runners
 
@@ -151,6 +152,7 @@ def python_calls(call: Callable[[], Any]) -> Counter[str]:
     return found
 
 
+@pytest.mark.skipif(not WORKS, reason="all guards are asked at each call on this Python")
 def test_steps_in_python_of_a_call_are_few_and_the_same_for_any_layers_and_requests() -> None:
     counts = []
     for layers, requests in ((1, [7]), (1, [1] * 7), (3, [3, 4])):
@@ -170,7 +172,7 @@ def test_steps_in_python_of_a_call_are_few_and_the_same_for_any_layers_and_reque
         assert not [name for name in found if any(part in name for part in slow)], found
         counts.append(found.total())
     assert max(counts) == min(counts), counts
-    # 86 on Python 3.11; newer ones have no frame for a comprehension.
+    # 87 on Python 3.11; newer ones have no frame for a comprehension.
     assert max(counts) <= 95, found
 
 
@@ -206,7 +208,6 @@ def _buffers(body: Any) -> list[StaticBuffers]:
 
 def test_guards_are_asked_once_a_call_and_in_full_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     from fullgraph_compile.variant import Variant
-    from fullgraph_compile.watching import WORKS
 
     body = ready("compile", tiny("Llama", num_hidden_layers=1), buckets=[16])
     run(body, 7)
