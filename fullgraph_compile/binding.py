@@ -182,12 +182,14 @@ class Binder:
     # -- calls that are alike ------------------------------------------------------------------------------------
 
     def _likeness(self, given: dict[str, Any], active: PrefillBatch) -> Any:
-        """All that binding a call reads of it but its token count, which stands as -1; None = such are not alike."""
+        """All that binding a call may read of it and of its batch, but the token count, which stands as -1; None = it
+        has no likeness."""
         tokens = active.tokens
         # One token, or none, is no dim of its own; under autocast a form says more.
         if tokens < 2 or torch._C._is_any_autocast_enabled():
             return None
-        parts: list[Any] = [self.integration.surroundings()]
+        of_batch = active.requests > 1, active.cache is not None, any(active.cached_tokens)
+        parts: list[Any] = [(self.integration.surroundings(), of_batch)]
         for name, value in given.items():
             kind = type(value)
             if kind is Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fullgraph_compile.batch import PrefillBatch, active_batch
-from fullgraph_compile.binding import Binder
+from fullgraph_compile.binding import Binder, Formed
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
 from fullgraph_compile.forms import Forms, ModuleChanged
@@ -97,21 +97,21 @@ class CompiledBody:
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.binder.bind(args, kwargs)
-        bound = call.bound
-        self.report.device_reads += bound.device_reads
+        batch = call.bound.batch
+        self.report.device_reads += call.bound.device_reads
         with self._lock:
-            if bound.batch is None or bound.batch is active_batch():
-                result = self.forms.serve(call)
-            else:
-                with bound.batch:
-                    result = self.forms.serve(call)
-            if bound.back is None:
-                return result
-            try:
-                return bound.back(result)
-            except NotServed:
-                self.report.drop()
-                raise
+            if batch is None or batch is active_batch():
+                return self._result(call)
+            with batch:
+                return self._result(call)
+
+    def _result(self, call: Formed) -> Any:
+        result, back = self.forms.serve(call), call.bound.back
+        try:
+            return result if back is None else back(result)
+        except NotServed:
+            self.report.drop()
+            raise
 
     def _eager(self, refusal: NotServed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original call.  Inside a batch of several requests it would mean something else, so it is an error."""

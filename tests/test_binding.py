@@ -116,6 +116,17 @@ def test_a_config_that_changes_what_a_call_means_is_followed(llama: Counted) -> 
     assert llama([7])[0].past_key_values is None
 
 
+def test_a_model_that_may_put_rows_together_is_told_of_several_requests(llama: Counted) -> None:
+    llama.body(input_ids=tokens(7)[None], use_cache=False)
+    llama([7], use_cache=False), llama([7], use_cache=False)
+    compiled = compiled_body(llama.body)
+    assert compiled is not None and isinstance(compiled.integration, TransformersModule)
+    compiled.integration._rows_stay = False
+    assert llama([7], use_cache=False)[1] == 0
+    with pytest.raises(fgc.FallbackError, match="may put rows of several requests"):
+        llama([3, 4], use_cache=False)
+
+
 def test_one_token_is_no_dim_of_its_own(llama: Counted) -> None:
     for _ in range(3):
         _, looked = llama([1], use_cache=False)

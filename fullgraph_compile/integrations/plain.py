@@ -123,7 +123,9 @@ class PlainModule:
 
         Args:
             given: the arguments by name.
-            active: the batch that the caller is inside of.
+            active: the batch that the caller is inside of.  A call that becomes its very arguments stands for those
+                like it, so of the batch only its device, its token count, and whether it has several requests, cached
+                tokens or a cache may decide on that.
 
         Raises:
             NotServed: the call has an argument that a graph cannot serve.
