@@ -6,7 +6,7 @@ import ast
 import dis
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class StandingGuards:
         root: all guards of the trace, which hold now.
         module: what they call ``L['module']``.
         more: other dicts to watch.
+        switched: dicts in which values come and go without meaning a change: they are as they were whenever this is
+            asked, so they are compared.
 
     Attributes:
         watch: whether nothing that is watched has changed.
@@ -63,7 +65,10 @@ class StandingGuards:
         ValueError: the guards are of a form that cannot be split.
     """
 
-    def __init__(self, root: Any, module: nn.Module, more: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, root: Any, module: nn.Module, more: list[dict[str, Any]], switched: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self._switched = list(switched)
         # How each watched dict and module is found: from which found before, by which key; and its type.
         self._ways: list[tuple[int, Any, type]] = []
         self._found: list[Any] = []
@@ -103,7 +108,7 @@ class StandingGuards:
         found = {id(v): v for v in self._found}.values()
         objects = [v for v in found if _plain(v)]
         # Of an object that is no module, more is set than the guards read, so it is compared.
-        compared = [vars(v) for v in objects if not isinstance(v, nn.Module)]
+        compared: list[Any] = [*self._switched, *(vars(v) for v in objects if not isinstance(v, nn.Module))]
         compared += [v for v in found if type(v) is list]
         looked_through = set(map(id, compared))
         classes = [v for v in found if isinstance(v, type)]

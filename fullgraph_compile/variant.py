@@ -217,14 +217,18 @@ class Variant:
 
     MOST_PAUSE: ClassVar[int] = 255
 
-    def stand(self) -> None:
-        """Begin to watch for changes, where this Python and this torch let it be.  All guards must hold."""
+    def stand(self, switched: Sequence[dict[str, Any]] = ()) -> None:
+        """Begin to watch for changes, where this Python and this torch let it be.  All guards must hold.
+
+        Args:
+            switched: dicts of the module that asking changes, and leaves as they were.
+        """
         module, entry = self.module(), self._guards()
         if not WORKS or module is None or entry is None:
             return
         self._locals = {"module": module, "kwargs": self.sample}
         try:
-            self.standing = StandingGuards(entry.guard_manager.root, module, self._slots())
+            self.standing = StandingGuards(entry.guard_manager.root, module, self._slots(), switched)
         except Exception as error:  # Dynamo's guards are nobody's interface
             log.debug("changes of %s cannot be watched: %s", type(module).__name__, error)
             return

@@ -74,6 +74,11 @@ class PlainModule:
         """Within it, the module's attention calls are the op."""
         yield
 
+    @property
+    def switched(self) -> list[dict[str, Any]]:
+        """Dicts of the module in which ``attention`` puts something else for its time."""
+        return []
+
     def traceable(self) -> Callable[..., Any]:
         """What is traced: the forward as a function of the module and the canonical arguments by name."""
         forward = self.forward

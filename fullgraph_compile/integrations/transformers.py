@@ -74,8 +74,7 @@ class TransformersModule(PlainModule):
         # Straight into the config's dict: its own attribute access costs more than the rest of a call's checks.
         before = [config["_attn_implementation_internal"] for config in self._configs]
         # A pooler reads the first row of each request, which are not the first rows of a packed call.
-        pools = self.facts is not None and self.facts.pooler is not None
-        pooler = self.module._modules.get("pooler") if pools and name == ATTENTION else None
+        pooler = self.module._modules.get("pooler") if self.switched and name == ATTENTION else None
         try:
             if pooler is not None:
                 self.module._modules["pooler"] = None
@@ -88,6 +87,11 @@ class TransformersModule(PlainModule):
                 self.module._modules["pooler"] = pooler
             for config, old in zip(self._configs, before, strict=True):
                 config["_attn_implementation_internal"] = old
+
+    @property
+    def switched(self) -> list[dict[str, Any]]:
+        pools = self.facts is not None and self.facts.pooler is not None
+        return [self.module._modules] if pools else []
 
     @property
     def all_or_nothing(self) -> bool:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from fullgraph_compile import Reason
+from fullgraph_compile.tracing import Tracer
+from fullgraph_compile.watching import WORKS
 from tests.transformers_models.whole import call, fallbacks, padded, pair, replays, rows_equal
 
 BATCHES = [[5], [3, 7], [4, 4, 4], [7, 1, 3, 5, 2]]
@@ -103,3 +105,22 @@ def test_positions_of_another_shape_are_an_error() -> None:
     for shape in ((2, 6), (3, 7), (6,)):
         with pytest.raises(ValueError, match="position_ids has shape"):
             call(model, **padded([3, 7]), position_ids=torch.zeros(shape, dtype=torch.long), use_cache=False)
+
+
+def test_an_encoder_whose_pooler_is_left_out_of_its_trace_is_asked_only_what_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _ = pair("Bert", "Model")
+    inputs = padded([6])
+    first = call(model, **inputs)
+    asked: list[None] = []
+    holds = Tracer.holds
+    monkeypatch.setattr(Tracer, "holds", lambda self, variant: asked.append(None) or holds(self, variant))
+    for _ in range(3):
+        assert torch.equal(call(model, **inputs).pooler_output, first.pooler_output)
+    assert not asked or not WORKS
+    model.pooler = type(model.pooler)(model.config)
+    got = call(model, **inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(got.pooler_output, model.pooler(got.last_hidden_state))
+    assert not torch.equal(got.pooler_output, first.pooler_output)
