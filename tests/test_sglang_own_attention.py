@@ -274,6 +274,15 @@ def test_auto_leaves_other_devices_to_sglang_and_further_tensors_too(monkeypatch
         OwnAttention(engine.runner, "reference").choose(sites, ())
 
 
+@pytest.mark.parametrize("lost", ["_prefill_static_buffers", "_capture_req_slots"])
+def test_a_runner_that_is_built_another_way_keeps_sglangs_attention(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "find", lambda name: Pool)
+    engine = Engine()
+    delattr(engine.runner, lost)
+    with pytest.raises(RuntimeError, match=f"this SGLang is built another way: .*{lost}"):
+        chosen(engine, "reference")
+
+
 def test_a_backend_that_fails_at_its_first_run_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "find", lambda name: Pool)
 
@@ -306,7 +315,10 @@ def test_sglang_plans_nothing_for_graphs_that_we_attend_in_and_all_others(monkey
     assert engine.attention.full_cg_prefill_wrappers is None
     prepare = engine.runner._prepare_forward_metadata_for_replay
     engine.runner.backend = Ours()
+    engine.runner.backend.session = SimpleNamespace(own=own)
     assert prepare(None, None, 8) is None and prepare(None, None, SimpleNamespace(size=8)) is None
     assert prepare(None, None, 16) == "prepared"
+    engine.runner.backend.session.own = OwnAttention(engine.runner, "sglang")
+    assert prepare(None, None, 8) == "prepared"
     engine.runner.backend = SimpleNamespace()
     assert prepare(None, None, 8) == "prepared"

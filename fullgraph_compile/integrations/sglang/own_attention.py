@@ -72,7 +72,11 @@ class OwnAttention:
         self.backend, self._static, self._statics = None, None, {}
         if self.wanted == "sglang":
             return False
-        self.why = self._set_up(sites, described) or ""
+        try:
+            self.why = self._set_up(sites, described) or ""
+        except (AttributeError, KeyError) as error:
+            # Some release between those that were tested keeps its things elsewhere.
+            self.why = f"this SGLang is built another way: {error}"
         if self.backend is None and self.wanted != _AUTO:
             raise RuntimeError(f"fullgraph_compile: attention={self.wanted!r} cannot be captured: {self.why}")
         return self.backend is not None
@@ -197,7 +201,10 @@ class OwnAttention:
     def reads(self, bucket: int) -> bool:
         """Whether a bucket's graph is one that we attend in."""
         backend = self.runner.backend
-        return bool(getattr(type(backend), "ours", False)) and bucket not in backend.sglangs
+        if not getattr(type(backend), "ours", False) or bucket in backend.sglangs:
+            return False
+        # A later capture may have gone another way.
+        return self.backend is not None and backend.session.own is self
 
     def let_go(self) -> None:
         """Let go of what SGLang's attention keeps for graphs, as it attends in none; it would make it anew."""

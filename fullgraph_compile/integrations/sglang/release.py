@@ -36,6 +36,7 @@ _TARGETS: dict[str, tuple[str, ...]] = {
     f"{FULL_BACKEND}.replay": ("self", "shape_key", "static_forward_batch"),
     f"{RUNNER}.can_run_graph": ("self", "forward_batch"),
     f"{RUNNER}.capture_prepare": ("self", "num_tokens"),
+    f"{RUNNER}.load_batch": ("self", "forward_batch"),
     f"{RUNNER}._prepare_forward_metadata_for_replay": ("self", "forward_batch", "static_forward_batch"),
     STATE: ("self", "recv_req"),
 }
