@@ -10,14 +10,16 @@ import torch
 
 from fullgraph_compile.batch import PrefillBatch, active_batch, no_active_batch
 from fullgraph_compile.batch_of_call import check_batch
-from fullgraph_compile.captured import CapturedGraph, PlainGraph, StaticGraph
+from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.compiled_body import CompiledBody, compiled_body
 from fullgraph_compile.dispatch import Decision, Reason, Route
 from fullgraph_compile.integrations.plain import packed_dim
 from fullgraph_compile.integrations.transformers import is_transformers
 from fullgraph_compile.options import disabled
+from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.registry import compiled_for, unwrap
 from fullgraph_compile.report import Report, merge
+from fullgraph_compile.static_graph import StaticGraph
 
 
 def report(body: Any = None) -> Report:

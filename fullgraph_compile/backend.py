@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fullgraph_compile.assembly import Refused
-from fullgraph_compile.captured import CapturedGraph, PlainGraph
+from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.compilers import TraceAgain, compile_piece, warm_workers
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.fixed_size import separates
@@ -21,6 +21,7 @@ from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.options import BadOption, Options, disabled
 from fullgraph_compile.passes.common import copy_graph, is_weight, placeholders, source_line
 from fullgraph_compile.pipeline import build
+from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.registry import register
 from fullgraph_compile.report import Report, log
 

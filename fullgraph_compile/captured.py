@@ -1,4 +1,4 @@
-"""What Dynamo calls: a captured graph for any token count, or one exact size."""
+"""What Dynamo calls where a body is captured: one graph for any token count."""
 
 from __future__ import annotations
 
@@ -13,49 +13,9 @@ from torch.fx import GraphModule
 from fullgraph_compile.batch import PrefillBatch, active_batch
 from fullgraph_compile.batch_of_call import check_batch, restarts
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
+from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.registry import register
-from fullgraph_compile.report import Report
 from fullgraph_compile.runner import BodyRunner, WeightsChanged
-
-
-class PlainGraph:
-    """A graph that is not captured: it runs as compiled or as traced, and each call counts its reason."""
-
-    def __init__(
-        self,
-        call: Callable[..., Any],
-        report: Report,
-        reason: Reason,
-        detail: str = "",
-        *,
-        separates: Callable[[], bool],
-        strict: bool = False,
-        error: bool = False,
-    ) -> None:
-        self.call = call
-        self.separates = separates
-        self.report = report
-        self.reason = reason
-        self.detail = detail
-        self.strict = strict
-        self.error = error
-
-    def __call__(self, *args: Any) -> Any:
-        if self.error:
-            raise FallbackError(f"{self.report.name}: {self.reason.value}: {self.detail} (unsafe='error' is set)")
-        batch = active_batch()
-        if batch is not None and batch.cache is not None:
-            raise FallbackError(
-                f"{self.report.name} cannot be called with {batch!r}: only a body that was compiled reads a KV cache "
-                f"({self.reason.value}{f': {self.detail}' if self.detail else ''})"
-            )
-        if batch is not None and batch.requests > 1 and not self.separates():
-            raise FallbackError(
-                f"{self.report.name} cannot be called with {batch!r}: no graph replays ({self.reason.value}"
-                f"{f': {self.detail}' if self.detail else ''}), and the model is not known to tell requests apart"
-            )
-        self.report.fell_back(self.reason, self.detail, strict=self.strict)
-        return self.call(*args)
 
 
 @dataclass(frozen=True)
@@ -266,79 +226,6 @@ class CapturedGraph:
         if reason is Reason.PADDING:
             return f"{batch.tokens} tokens, ladder {list(limits.ladder)}, max_padding {limits.max_padding:g}"
         return self.report.details.get(reason, "")
-
-
-class StaticGraph:
-    """One graph that Dynamo traced for a fixed size.
-
-    Such a graph is often the first of a series and never seen again, so it is run as it was traced; one that is
-    called a third time is compiled and captured as one bucket of exactly its size, which needs no padding.
-
-    Args:
-        gm: the graph.
-        tokens: its token count, as the bucket's name.
-        make_runner: compiles the graph and returns its runner.
-        separates: tells whether the model's own masks tell requests apart; asked only inside a batch of several.
-    """
-
-    CAPTURE_AT = 3
-
-    def __init__(
-        self,
-        gm: GraphModule,
-        tokens: int,
-        make_runner: Callable[[], BodyRunner],
-        separates: Callable[[], bool],
-        report: Report,
-        *,
-        device: torch.device,
-        strict: bool = False,
-    ) -> None:
-        self.gm = gm
-        self.tokens = tokens
-        self.report = report
-        self.device = device
-        self.strict = strict
-        self._make_runner = make_runner
-        self._separates = separates
-        self._calls = 0
-        self.runner: BodyRunner | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        self._check_batch()
-        self._calls += 1
-        if self.runner is None and self._calls >= self.CAPTURE_AT:
-            self.runner = self._make_runner()
-        if self.runner is None:
-            self.report.fell_back(Reason.STATIC_SHAPE, f"{self.tokens} tokens, call {self._calls}", strict=self.strict)
-            return self.gm(*args)
-        with self.runner.lock:
-            results, decision = self.runner.run(args, PrefillBatch([self.tokens], device=self.device))
-            if decision.route is Route.GRAPH:
-                self.report.replayed(self.tokens, self.tokens)
-            else:
-                assert decision.reason is not None
-                detail = self.report.details.get(decision.reason, "")
-                self.report.fell_back(decision.reason, detail, strict=self.strict)
-            return tuple(self.runner.owned(r) for r in results)
-
-    def release(self) -> None:
-        """Free the graph."""
-        if self.runner is not None:
-            self.runner.release()
-
-    def _check_batch(self) -> None:
-        batch = active_batch()
-        if batch is None:
-            return
-        check_batch(batch, self.tokens, self.device)
-        what = "has a KV cache" if batch.cache is not None else "holds several requests"
-        if batch.cache is not None or (batch.requests > 1 and not self._separates()):
-            raise ValueError(
-                f"{batch!r} {what}, but this call was traced for exactly {self.tokens} tokens, with "
-                "the model's own attention, which takes them for one request, or it puts their rows together; mark "
-                "the token dim with torch._dynamo.mark_dynamic, or use fullgraph_compile.compile"
-            )
 
 
 def _same(a: Any, b: Any) -> bool:

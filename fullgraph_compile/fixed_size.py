@@ -25,7 +25,6 @@ from fullgraph_compile.assembly import (
 )
 from fullgraph_compile.attention.reference import ReferenceAttention
 from fullgraph_compile.capture import Inputs
-from fullgraph_compile.captured import StaticGraph
 from fullgraph_compile.compilers import TraceAgain
 from fullgraph_compile.dispatch import Limits, Reason
 from fullgraph_compile.graphs import create_recorder
@@ -49,6 +48,7 @@ from fullgraph_compile.passes.split_tail import whole_body
 from fullgraph_compile.program import Program
 from fullgraph_compile.report import Report
 from fullgraph_compile.runner import BodyRunner
+from fullgraph_compile.static_graph import StaticGraph
 
 
 def build_static(gm: GraphModule, weights: frozenset[str], options: Options, report: Report) -> StaticGraph:

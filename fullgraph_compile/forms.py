@@ -10,10 +10,11 @@ from torch import nn
 
 from fullgraph_compile.batch import PrefillBatch, no_active_batch
 from fullgraph_compile.binding import Formed
-from fullgraph_compile.captured import CapturedGraph, PlainGraph
+from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.offloading import moved_weights
 from fullgraph_compile.integrations.plain import Bound, NotServed
+from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.refusals import Refusals
 from fullgraph_compile.runner import WeightsChanged
 from fullgraph_compile.tracing import Tracer

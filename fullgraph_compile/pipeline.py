@@ -24,7 +24,7 @@ from fullgraph_compile.assembly import (
 )
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.capture import Inputs
-from fullgraph_compile.captured import Alone, CapturedGraph, StaticGraph
+from fullgraph_compile.captured import Alone, CapturedGraph
 from fullgraph_compile.counts import buckets_of, guards
 from fullgraph_compile.dispatch import Decision, Limits, Reason, decide
 from fullgraph_compile.fitting import Fitting
@@ -57,6 +57,7 @@ from fullgraph_compile.passes.split_tail import Split, split_tail, whole_body
 from fullgraph_compile.program import Program
 from fullgraph_compile.report import Report, log
 from fullgraph_compile.runner import BodyRunner
+from fullgraph_compile.static_graph import StaticGraph
 
 
 def build(

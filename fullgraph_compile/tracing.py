@@ -15,7 +15,7 @@ from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from fullgraph_compile.backend import compile_graph
-from fullgraph_compile.captured import CapturedGraph, PlainGraph
+from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.class_functions import ClassFunctions, traced_code
 from fullgraph_compile.compilers import warm_workers
 from fullgraph_compile.dispatch import Reason
@@ -23,6 +23,7 @@ from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.graphs.base import collector_off
 from fullgraph_compile.integrations.plain import NotServed, PlainModule
 from fullgraph_compile.options import BadOption, Options
+from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.progress import phase
 from fullgraph_compile.report import Report
 from fullgraph_compile.traceable import attributes, keep_guard, left_something, thin
