@@ -16,7 +16,7 @@ import fullgraph_compile as fgc
 from fullgraph_compile import Reason
 from fullgraph_compile.staging import Poison
 from tests.models import T2, tokens
-from tests.reports.cases import DRESSES, TAPE, Recurrent, equal, one_call, only, pair, per_request, seen_by
+from tests.reports.cases import DRESSES, TAPE, Recurrent, equal, one_call, only, packed, pair, per_request, seen_by
 
 # -- one scale for many rows -------------------------------------------------------------------------------------------
 
@@ -199,16 +199,18 @@ class WithHead(T2):
 
 
 def test_b07_the_tail_gets_the_real_rows_and_no_other() -> None:
+    """And of one request at a time, as nothing is known of what it does with them."""
     headed = pair(WithHead(), buckets=[16])
     assert "run outside of the graph, on real rows" in headed.report.proof
     for n in range(1, 17):
         headed.dress(DRESSES[n % 3])
         lengths = [n] if n < 3 else [n // 3, n - n // 3]
+        ids, before = tokens(n, seed=n), headed.report.replays[16]
         with seen_by("head") as seen:
-            got = headed.same(lengths, seed=n, bucket=16)
-        rows = [t.shape[1] for t in seen]
-        assert rows[0] == n, "the compiled call came first, then eager's for each request"
-        assert rows[1:] == lengths
+            got = packed(headed.body, ids, lengths)
+        assert [t.shape[1] for t in seen] == lengths
+        equal(got, per_request(headed.eager, ids, lengths))
+        assert headed.report.replays[16] == before + len(lengths) and not headed.report.fallbacks
         last = fgc.PrefillBatch(lengths, device="cpu").last_token_rows
         ends = [per_request(headed.eager, part, [len(part)])[-1] for part in tokens(n, seed=n).split(lengths)]
         equal(got[last], torch.stack(ends))
