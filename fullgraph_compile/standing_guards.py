@@ -256,18 +256,6 @@ def _plain(value: Any) -> bool:
     return reads is object.__getattribute__ or str(getattr(reads, "__module__", "")).startswith("transformers.")
 
 
-def _inner(accessor: Any) -> str:
-    """``name`` of an accessor that shows itself as ``Kind(name)``."""
-    return accessor.repr().partition("(")[2].rpartition(")")[0]
-
-
-def _key_of(accessor: Any) -> Any:
-    try:
-        return ast.literal_eval(_inner(accessor))
-    except (SyntaxError, ValueError):
-        return _UNKNOWN
-
-
 def _described(node: Any, base: str) -> Any:
     """What is asked at and below a node, in words that are the same wherever the node hangs."""
     asked = tuple(

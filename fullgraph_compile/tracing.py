@@ -21,7 +21,7 @@ from fullgraph_compile.compilers import warm_workers
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.graphs.base import collector_off
-from fullgraph_compile.integrations.plain import NotServed, PlainModule
+from fullgraph_compile.integrations.plain import NotServed, PlainModule, device_of
 from fullgraph_compile.options import BadOption, Options
 from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.progress import phase
@@ -144,7 +144,7 @@ class Tracer:
             body, backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": keep_guard}
         )
         before = attributes(module)
-        warm_workers(self.options.compiler, next(x.device for x in call.values() if isinstance(x, Tensor)))
+        warm_workers(self.options.compiler, device_of(call))
         sizes = symbolic_config.patch(backed_size_oblivious=oblivious)  # type: ignore[attr-defined]
         # A trace makes objects by the million, and hardly any garbage: collecting would take a fifth of its time.
         quiet = collector_off(collect=False)

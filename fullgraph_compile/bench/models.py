@@ -92,10 +92,6 @@ def vocabulary(body: nn.Module) -> int:
     return int(body.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
 
 
-def layers_of(body: nn.Module) -> int:
-    return int(body.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
-
-
 def projections(body: nn.Module) -> int:
     """Numbers in the weights of all linears: what every call must read once, and multiply each token with."""
     return sum(m.weight.numel() for m in body.modules() if isinstance(m, nn.Linear))

@@ -14,7 +14,7 @@ from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations import hf_facts, hf_masks
 from fullgraph_compile.integrations.hf_attention import counting_sites
 from fullgraph_compile.integrations.hf_facts import REAL, allowed, error, leading
-from fullgraph_compile.integrations.plain import NotServed
+from fullgraph_compile.integrations.plain import NotServed, device_of
 from fullgraph_compile.integrations.refusing import raised_in, refusing
 from fullgraph_compile.report import log
 
@@ -41,12 +41,13 @@ class Checks:
         self,
         call: dict[str, Any],
         traced: Callable[[dict[str, Any]], Any],
-        lengths: tuple[int, ...] = (REAL, 4),
+        lengths: tuple[int, ...],
         *,
-        strict: bool = True,
+        strict: bool,
     ) -> bool:
+        """What ``PlainModule.check_trace`` says, by small calls of each of the lengths."""
         calls = [self.small_call(call, n) for n in lengths]
-        device = next(v.device for v in call.values() if isinstance(v, Tensor))
+        device = device_of(call)
         with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
             alone = self._alone(calls)
             with PrefillBatch(lengths, device=device):
@@ -65,7 +66,7 @@ class Checks:
         """Two short packed requests through the op, against the user's own attention, each alone."""
         lengths = (REAL, 4)
         calls = [self.small_call(call, n) for n in lengths]
-        device = next(v.device for v in call.values() if isinstance(v, Tensor))
+        device = device_of(call)
         sites: list[str] = []
         with torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
             got = self._with_op(self._pack(calls), lengths, sites)
@@ -111,7 +112,7 @@ class Checks:
         Raises:
             NotServed: the model itself can make the call, but not so: then no mask is made for its attention.
         """
-        device = next(v.device for v in packed.values() if isinstance(v, Tensor))
+        device = device_of(packed)
         try:
             with self.front.attention(), counting_sites(sites), PrefillBatch(lengths, device=device):
                 return leading(self.front.forward(**packed))
@@ -190,6 +191,6 @@ class Checks:
         return torch.cat([leading(self.front.forward(**c)) for c in calls], dim=1)
 
     def _through_op(self, call: dict[str, Any], tokens: int) -> Tensor:
-        device = next(v.device for v in call.values() if isinstance(v, Tensor))
+        device = device_of(call)
         with PrefillBatch([tokens], device=device):
             return leading(self.front.forward(**call))

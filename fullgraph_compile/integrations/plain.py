@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fullgraph_compile.batch import PrefillBatch
@@ -176,3 +177,8 @@ def packed_dim(name: str, value: Tensor) -> int:
     if value.dim() == rows + 1 and value.shape[0] == 1:
         return 1
     raise NotServed(Reason.BATCHED, f"{name} has shape {tuple(value.shape)}")
+
+
+def device_of(call: dict[str, Any]) -> torch.device:
+    """Where the tensors of a call are."""
+    return next(v.device for v in call.values() if isinstance(v, Tensor))

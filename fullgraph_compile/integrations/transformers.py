@@ -20,7 +20,7 @@ from fullgraph_compile.integrations.hf_attention import ATTENTION, Watching, att
 from fullgraph_compile.integrations.hf_checks import Checks
 from fullgraph_compile.integrations.hf_facts import REAL, Facts
 from fullgraph_compile.integrations.packing import Spans
-from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule
+from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule, device_of
 from fullgraph_compile.integrations.refusing import refusing
 from fullgraph_compile.refusals import Refusals
 
@@ -208,7 +208,7 @@ class TransformersModule(PlainModule):
         form = frozenset((k, v) for k, v in call.items() if isinstance(v, (bool, str)))
         if self._prepared and form in self._primed:
             return
-        device = next(v.device for v in call.values() if isinstance(v, Tensor))
+        device = device_of(call)
         with self._lock, aside(device):
             small = self._checks.small_call(call, REAL)
             if self._prepared:
