@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,6 +14,10 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+
+from fullgraph_compile.passes.split_products import MOST_TOKENS, split_products
+
+log = logging.getLogger("fullgraph_compile")
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -65,7 +70,7 @@ def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str) -> Co
 
             return aot_module_simplified(gm, list(examples), fw_compiler=nop, inference_compiler=nop)
         if any(free_unbacked_symbols(e) for e in examples if isinstance(e, (Tensor, torch.SymInt))):
-            return _inductor_backed(gm, examples)
+            return _inductor_by_size(gm, examples)
         return _inductor(gm, examples)
 
 
@@ -76,7 +81,29 @@ def _inductor(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
     return cast(Compiled, compile_fx(gm, list(examples), config_patches={"triton.cudagraphs": False}))
 
 
-def _inductor_backed(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
+def _inductor_by_size(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
+    """Compile with an unbacked token count; once more for few tokens, where those take other products."""
+    # Before the compiler changes the graph.
+    split = split_products(gm) if any(isinstance(e, Tensor) and e.is_cuda for e in examples) else None
+    compiled = _inductor_backed(gm, examples)
+    if split is None:
+        return compiled
+    try:
+        compiled_split = _inductor_backed(split, examples, hint=MOST_TOKENS // 2)
+    except TraceAgain:
+        raise
+    except Exception as error:
+        log.info("products of few tokens stay whole: %r", error)
+        return compiled
+    at = _token_count_at(examples)
+    return lambda *args: (compiled_split if args[at] <= MOST_TOKENS else compiled)(*args)
+
+
+def _token_count_at(examples: Sequence[Any]) -> int:
+    return next(i for i, e in enumerate(examples) if isinstance(e, torch.SymInt))
+
+
+def _inductor_backed(gm: GraphModule, examples: Sequence[Any], hint: int = HINT) -> Compiled:
     """Compile with the unbacked token count replaced by a backed one.
 
     Inductor (seen in torch 2.11) takes a dependency with an unbacked size for empty when it decides what to fuse, and
@@ -85,13 +112,13 @@ def _inductor_backed(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
     """
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    symbol = env.create_symbol(HINT, ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    symbol = env.create_symbol(hint, ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
 
     def size(value: Any) -> Any:
         if not isinstance(value, torch.SymInt):
             return value
         expr = env.simplify(value.node.expr.xreplace(dict.fromkeys(value.node.expr.free_symbols, symbol)))
-        return env.create_symintnode(expr, hint=int(expr.xreplace({symbol: HINT})))
+        return env.create_symintnode(expr, hint=int(expr.xreplace({symbol: hint})))
 
     with mode:
         backed = [
@@ -104,7 +131,7 @@ def _inductor_backed(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
         ]
     with tracing(TracingContext(mode)):
         compiled = _inductor(gm, backed)
-    at = next(i for i, e in enumerate(examples) if isinstance(e, torch.SymInt))
+    at = _token_count_at(examples)
     guards = [g.expr for g in env.guards]
     holds: dict[int, bool] = {}
 
