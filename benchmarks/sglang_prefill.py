@@ -66,6 +66,7 @@ ROUTES = {
     "ours, SGLang's plan": ("full", {"attention": "sglang", "plan": "sglang", "measured_routes": False}),
     "ours, plan in graph": ("full", {"attention": "sglang", "plan": "graph", "measured_routes": False}),
 }
+HEADS = {"served": "as served", "fp32": "by an fp32 head"}
 MOST_EXCUSED, LEAST_REPLAYED = 0.02, 0.95
 # Less is not enough for any route.
 LEAST_SECONDS = 30
@@ -235,17 +236,23 @@ class Route:
                 pstats.Stats(profiler, stream=file).sort_stats(order).print_stats(45)
 
     def answer(self, batches: list[list[list[int]]]) -> tuple[list[dict[str, Any]], Counter[bool]]:
-        """For each prompt the next token, and the best logits; and how many batches replayed."""
+        """For each prompt the best tokens and their logits, by each LM head; and how many batches replayed."""
         answers: list[dict[str, Any]] = []
         replayed: Counter[bool] = Counter()
+        processor = self.runner.model.logits_processor
         with self.torch.no_grad():
             for prompts in batches:
-                batch = self.batch(prompts)
-                output = self.runner.forward(batch)
+                batch, best = self.batch(prompts), {}
+                for head in HEADS:
+                    processor.use_fp32_lm_head = head == "fp32"
+                    output = self.runner.forward(batch)
+                    best[head] = output.logits_output.next_token_logits.float().topk(64, -1)
                 replayed[bool(output.can_run_graph)] += 1
-                best = output.logits_output.next_token_logits.float().topk(64, -1)
-                for values, tokens in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                    answers.append({"tokens": tokens, "logits": values})
+                for i in range(len(prompts)):
+                    answers.append(
+                        {h: {"tokens": b.indices[i].tolist(), "logits": b.values[i].tolist()} for h, b in best.items()}
+                    )
+        processor.use_fp32_lm_head = False
         return answers, replayed
 
 
@@ -333,10 +340,14 @@ def eager_noise(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max((abs(a[t] - b[t]) for t in a.keys() & b.keys()), default=0.0)
 
 
-def compare(results: dict[str, Any], name: str) -> str:
+def compare(results: dict[str, Any], name: str, head: str) -> str:
     """Next tokens of a route against those of SGLang's own full graphs."""
-    reference, mine = results["full"]["answers"], results[name]["answers"]
-    eager, alone = results["disabled"]["answers"], results["disabled"]["alone"]
+
+    def answers(route: str, kind: str = "answers") -> list[dict[str, Any]]:
+        return [answer[head] for answer in results[route][kind]]
+
+    reference, mine = answers("full"), answers(name)
+    eager, alone = answers("disabled"), answers("disabled", "alone")
     differ, excused = 0, 0
     for theirs, ours, one, other in zip(reference, mine, eager, alone, strict=True):
         if theirs["tokens"][0] == ours["tokens"][0]:
@@ -344,15 +355,20 @@ def compare(results: dict[str, Any], name: str) -> str:
         differ += 1
         gap = theirs["logits"][0] - logits_of(theirs).get(ours["tokens"][0], float("-inf"))
         excused += gap < eager_noise(one, other)
-    eager_differ = sum(a["tokens"][0] != b["tokens"][0] for a, b in zip(eager, alone, strict=True))
     share = results[name]["replayed"] / results[name]["batches"]
     good = differ == excused and excused <= MOST_EXCUSED * len(mine) and share >= LEAST_REPLAYED
     return (
-        f"{name}: {len(mine)} prompts, {len({a['tokens'][0] for a in reference})} different next tokens; {differ} "
-        f"differ from SGLang's full graphs, {excused} of them within eager's own noise (at most {MOST_EXCUSED:.0%}); "
-        f"{share:.0%} of batches replayed (at least {LEAST_REPLAYED:.0%}): {'PASS' if good else 'FAIL'}; "
-        f"two eager batchings differ for {eager_differ}"
+        f"{name}, logits {HEADS[head]}: {len(mine)} prompts, {len({a['tokens'][0] for a in reference})} different next "
+        f"tokens; {differ} differ from SGLang's full graphs, {excused} of them within eager's own noise (at most "
+        f"{MOST_EXCUSED:.0%}); {share:.0%} of batches replayed (at least {LEAST_REPLAYED:.0%}): "
+        f"{'PASS' if good else 'FAIL'}; of SGLang's own, full graphs "
+        f"differ from eager for {different(reference, eager)}, "
+        f"two eager batchings for {different(eager, alone)}"
     )
+
+
+def different(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
+    return sum(a["tokens"][0] != b["tokens"][0] for a, b in zip(one, other, strict=True))
 
 
 def table(results: dict[str, Any]) -> str:
@@ -388,7 +404,12 @@ def comparisons(results: dict[str, Any]) -> list[str]:
     complete = {n for n, r in results.items() if "answers" in r}
     if not {"full", "disabled"} <= complete:
         return []
-    return [compare(results, name) for name in results if name.startswith("ours") and name in complete]
+    return [
+        compare(results, name, head)
+        for name in results
+        if name.startswith("ours") and name in complete
+        for head in HEADS
+    ]
 
 
 def run(name: str, folder: Path, cpu: bool, seconds: float) -> int | str:
