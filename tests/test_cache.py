@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullgraph_compile.cache import OutOfPages, PagedKVCache
+from fullgraph_compile.cache import PagedKVCache
+from fullgraph_compile.page_allocator import OutOfPages
 from tests.attention.cases import SITE
 from tests.models import tiny, tiny_causal_lm
 
