@@ -24,8 +24,8 @@ Compiled = Callable[..., Sequence[Any]]
 # Not a failure: AOTAutograd asks Dynamo to trace again with a number made constant.  It must reach Dynamo.
 TraceAgain = torch._dynamo.exc.RestartAnalysis
 
-# The size that Inductor chooses tiles for.
-HINT = 512
+# The sizes that Inductor chooses tiles for: of any token count, and of few.
+HINT, FEW_HINT = 512, 64
 
 
 def warm_workers(compiler: str, device: torch.device) -> None:
@@ -89,7 +89,7 @@ def _inductor_by_size(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
     if split is None:
         return compiled
     try:
-        compiled_split = _inductor_backed(split, examples, hint=MOST_TOKENS // 2)
+        compiled_split = _inductor_backed(split, examples, hint=FEW_HINT)
     except TraceAgain:
         raise
     except Exception as error:

@@ -10,66 +10,76 @@ from torch.fx import GraphModule, Node
 
 from fullgraph_compile.passes.common import copy_graph, value_of
 
-# Measured on an H200 (docs/performance-log.md): a product of few rows with a weight of at least twice as many columns
-# as rows takes 9 to 12% less in two parts, their sum part of the kernel that reads it.
-PARTS = 2
+# Measured on an H200 by benchmarks/products.py (docs/performance-log.md): up to so many tokens, products with weights
+# of so many columns to a row take 2 to 24% less in two parts, and 23 to 35% less in four where the weight is small.
+# The sum of the parts is made by the kernel that reads it.
+MOST_TOKENS = 256
 COLUMNS_TO_ROWS = 2
-LEAST_BYTES = 32 << 20
-MOST_TOKENS = 128
+SMALL_BYTES = 32 << 20
+# Each part starts where the vector loads of a product's kernel can.
+ALIGNED_COLUMNS = 64
+
+LINEARS = (torch._C._nn.linear, torch.ops.aten.linear.default)
 
 
 def split_products(piece: GraphModule) -> GraphModule | None:
-    """The piece with its long products as two batched ones and a sum in fp32; None where it has no such product.
+    """The piece with its long products as batched ones and a sum in fp32; None where it has no such product.
 
     The result is rounded once, as that of the whole product is, so it is no less exact.
     """
-    if not any(map(_is_long, piece.graph.nodes)):
+    if not any(map(_parts_of, piece.graph.nodes)):
         return None
     piece = copy_graph(piece)
-    for node in filter(_is_long, list(piece.graph.nodes)):
-        _split(node)
+    for node in list(piece.graph.nodes):
+        if parts := _parts_of(node):
+            _split(node, parts)
     piece.recompile()
     return piece
 
 
-def _is_long(node: Node) -> bool:
-    """A linear without bias whose weight has far more columns than rows."""
-    if node.op != "call_function" or node.target not in (torch._C._nn.linear, torch.ops.aten.linear.default):
-        return False
-    if len(node.args) != 2 or len(node.all_input_nodes) != 2 or any(v is not None for v in node.kwargs.values()):
-        return False
-    x, weight = map(value_of, node.all_input_nodes)
-    if not (isinstance(x, Tensor) and isinstance(weight, Tensor)) or weight.dim() != 2:
-        return False
-    if not all(isinstance(s, int) and s == 1 for s in x.shape[:-2]):
-        return False
-    if weight.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype or not weight.is_contiguous():
-        return False
+def _parts_of(node: Node) -> int:
+    """Into how many parts the product is to be split; 0 = it stays whole."""
+    if node.op != "call_function" or node.target not in LINEARS:
+        return 0
+    x, weight, bias = (_tensor(operand) for operand in _operands(node))
+    if x is None or weight is None or x.dtype != weight.dtype or not weight.is_contiguous():
+        return 0
+    if weight.dtype not in (torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != weight.dtype):
+        return 0
+    if not all(isinstance(size, int) for size in (*weight.shape, *x.shape[:-2])) or any(s != 1 for s in x.shape[:-2]):
+        return 0  # only the token dim may be more than one, or unknown
     rows, columns = weight.shape
-    if not (isinstance(rows, int) and isinstance(columns, int)):
-        return False
-    # Parts start where the vector loads of a product's kernel can.
-    return (
-        columns >= COLUMNS_TO_ROWS * rows
-        and rows * columns * weight.element_size() >= LEAST_BYTES
-        and columns % (PARTS * 64) == 0
-    )
+    parts = 4 if rows * columns * weight.element_size() < SMALL_BYTES else 2
+    return parts if columns >= COLUMNS_TO_ROWS * rows and columns % (parts * ALIGNED_COLUMNS) == 0 else 0
 
 
-def _split(node: Node) -> None:
-    graph, (x, weight) = node.graph, node.all_input_nodes
+def _operands(node: Node) -> tuple[Any, Any, Any]:
+    """Input, weight and bias of a linear; it may have no bias, or None for one."""
+    x, weight, *rest = (*node.args, *(node.kwargs[k] for k in ("input", "weight", "bias") if k in node.kwargs))
+    return x, weight, rest[0] if rest else None
+
+
+def _tensor(operand: Any) -> Tensor | None:
+    value = value_of(operand) if isinstance(operand, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _split(node: Node, parts: int) -> None:
+    graph, (x, weight, bias) = node.graph, _operands(node)
     rows, columns = value_of(weight).shape
     with graph.inserting_before(node):
 
         def call(target: Any, *args: Any, **kwargs: Any) -> Node:
             return graph.call_function(target, args, kwargs)
 
-        # [PARTS, tokens, columns / PARTS] @ [PARTS, columns / PARTS, rows]: views both.
-        left = call(torch.transpose, call(torch.reshape, x, (-1, PARTS, columns // PARTS)), 0, 1)
-        right = call(torch.permute, call(torch.reshape, weight, (rows, PARTS, columns // PARTS)), (1, 2, 0))
-        parts = call(torch.bmm, left, right, out_dtype=torch.float32)
-        total = graph.call_method("to", (call(torch.sum, parts, 0), value_of(x).dtype))
-        for dim in range(value_of(x).dim() - 2):  # of size one, before the tokens
+        # [parts, tokens, columns / parts] @ [parts, columns / parts, rows]: views both.
+        left = call(torch.transpose, call(torch.reshape, x, (-1, parts, columns // parts)), 0, 1)
+        right = call(torch.permute, call(torch.reshape, weight, (rows, parts, columns // parts)), (1, 2, 0))
+        total = call(torch.sum, call(torch.bmm, left, right, out_dtype=torch.float32), 0)
+        if bias is not None:
+            total = call(torch.add, total, bias)
+        total = graph.call_method("to", (total, value_of(x).dtype))
+        for dim in range(value_of(x).dim() - 2):
             total = call(torch.unsqueeze, total, dim)
     total.meta = dict(node.meta)
     node.replace_all_uses_with(total)

@@ -4,61 +4,70 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-from torch.fx import GraphModule, symbolic_trace
+from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from fullgraph_compile.passes import split_products as module
 from fullgraph_compile.passes.split_products import split_products
+from tests.tracing import TOKENS, trace
 
-ROWS, COLUMNS, TOKENS = 8, 256, 5
+ROWS, COLUMNS = 8, 256
 
 
 class OnCpu(TorchFunctionMode):
-    """``bmm`` with a result of another dtype, which torch has on GPUs only; counts the calls."""
+    """``bmm`` with a result of another dtype, which torch has on GPUs only; notes into how many parts."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[int] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.bmm and "out_dtype" in kwargs:
-            self.calls += 1
+            self.parts.append(args[0].shape[0])
             return torch.bmm(args[0].to(kwargs["out_dtype"]), args[1].to(kwargs["out_dtype"]))
         return func(*args, **kwargs)
 
 
-def piece(x: Tensor, weight: Tensor) -> GraphModule:
+def traced(linear: nn.Linear, x: Tensor) -> GraphModule:
     """The product and a residual, as a piece of a body has them."""
+    return trace(lambda x: linear(x) + x[..., : linear.out_features], x)[0]
 
-    def body(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor]:
-        return (torch._C._nn.linear(x, weight) + residual,)
 
-    gm = symbolic_trace(body)
-    values = dict(zip(["x", "weight", "residual"], (x, weight, x[..., : weight.shape[0]]), strict=True))
+def linear_of(rows: int = ROWS, columns: int = COLUMNS, bias: bool = False, dtype: torch.dtype = torch.bfloat16):
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows, bias=bias).to(dtype).requires_grad_(False)
+
+
+def arguments(gm: GraphModule, linear: nn.Linear, x: Tensor) -> list[object]:
+    """Values of the graph's placeholders."""
+    given = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            node.meta["example_value"] = values[node.name]
-        elif node.target is torch._C._nn.linear:
-            node.meta["example_value"] = torch.nn.functional.linear(x, weight)
-    return gm
+            value = node.meta["example_value"]
+            if not isinstance(value, Tensor):
+                given.append(x.shape[-2])
+            else:
+                known = [x, *linear.parameters()]
+                sizes = [tuple(t.shape) for t in known]
+                form = tuple(s if isinstance(s, int) else x.shape[-2] for s in value.shape)
+                given.append(known[sizes.index(form)])
+    return given
 
 
-@pytest.fixture(autouse=True)
-def small_weights(monkeypatch):
-    monkeypatch.setattr(module, "LEAST_BYTES", 0)
-
-
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(TOKENS, COLUMNS), (1, TOKENS, COLUMNS), (1, 1, TOKENS, COLUMNS)])
-def test_equals_the_whole_product(shape):
-    torch.manual_seed(0)
-    x, weight = torch.randn(shape).bfloat16(), torch.randn(ROWS, COLUMNS).bfloat16()
-    gm = piece(x, weight)
+def test_equals_the_whole_product(shape, bias):
+    linear, x = linear_of(bias=bias), torch.randn(shape).bfloat16()
+    gm = traced(linear, x)
     split = split_products(gm)
-    residual = x[..., :ROWS]
+    assert split is not None
     with OnCpu() as mode:
-        (got,) = split(x, weight, residual)
-    assert mode.calls == 1
-    want = (x.double() @ weight.double().t()).bfloat16() + residual
+        (got,) = split(*arguments(gm, linear, x))
+    assert mode.parts == [4]
+    exact = x.double() @ linear.weight.double().t() + (linear.bias.double() if bias else 0)
+    want = exact.bfloat16() + x[..., :ROWS]
     assert got.dtype == torch.bfloat16 and got.shape == want.shape
     # Rounded once from fp32: off by at most the last bit of the product.
     torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-6)
@@ -66,21 +75,22 @@ def test_equals_the_whole_product(shape):
 
 
 @pytest.mark.parametrize(
-    ("x", "weight"),
+    ("linear", "x"),
     [
-        (torch.zeros(TOKENS, 256), torch.zeros(8, 256)),  # fp32: products in fp32 have other kernels
-        (torch.zeros(TOKENS, 256).bfloat16(), torch.zeros(129, 256).bfloat16()),  # not twice as many columns as rows
-        (torch.zeros(TOKENS, 250).bfloat16(), torch.zeros(8, 250).bfloat16()),  # parts would start off a vector
-        (torch.zeros(2, TOKENS, 256).bfloat16(), torch.zeros(8, 256).bfloat16()),  # a batch dim
-        (torch.zeros(TOKENS, 256).bfloat16(), torch.zeros(256, 8).bfloat16().t()),  # columns are not together
+        (linear_of(dtype=torch.float32), torch.zeros(TOKENS, COLUMNS)),  # products in fp32 have other kernels
+        (linear_of(rows=129), torch.zeros(TOKENS, COLUMNS).bfloat16()),  # not twice as many columns as rows
+        (linear_of(columns=260), torch.zeros(TOKENS, 260).bfloat16()),  # parts would start off a vector
+        (linear_of(), torch.zeros(2, TOKENS, COLUMNS).bfloat16()),  # a batch dim
     ],
 )
-def test_leaves_other_products_whole(x, weight):
-    assert split_products(piece(x, weight)) is None
+def test_leaves_other_products_whole(linear, x):
+    assert split_products(traced(linear, x)) is None
 
 
-def test_leaves_small_weights_whole(monkeypatch):
-    x, weight = torch.zeros(TOKENS, COLUMNS).bfloat16(), torch.zeros(ROWS, COLUMNS).bfloat16()
-    assert split_products(piece(x, weight)) is not None
-    monkeypatch.setattr(module, "LEAST_BYTES", ROWS * COLUMNS * 2 + 1)
-    assert split_products(piece(x, weight)) is None
+def test_large_weights_have_two_parts(monkeypatch):
+    monkeypatch.setattr(module, "SMALL_BYTES", ROWS * COLUMNS * 2)
+    linear, x = linear_of(), torch.randn(TOKENS, COLUMNS).bfloat16()
+    gm = traced(linear, x)
+    with OnCpu() as mode:
+        split_products(gm)(*arguments(gm, linear, x))
+    assert mode.parts == [2]
