@@ -4,8 +4,8 @@
     python benchmarks/products.py --tokens 8 64 --shapes 4096x12288
 
 A product's time is that of one in a CUDA graph of 24, over up to 300 MB of weights that take turns, so that large ones
-are not read from the L2; for parts the sum is left out, as it becomes a part of the kernel that reads the result.  The last
-column but one is the time to read the weight once at 4.2 TB/s.  It decides the constants of ``passes/split_products``.
+are not read from the L2; for parts the sum is left out, as it becomes a part of the kernel that reads the result.
+"read" is the time to read the weight once at 4.2 TB/s.  This decides the constants of ``passes/split_products``.
 """
 
 from __future__ import annotations

@@ -55,8 +55,9 @@ def _parts_of(node: Node) -> int:
 
 def _operands(node: Node) -> tuple[Any, Any, Any]:
     """Input, weight and bias of a linear; it may have no bias, or None for one."""
-    x, weight, *rest = (*node.args, *(node.kwargs[k] for k in ("input", "weight", "bias") if k in node.kwargs))
-    return x, weight, rest[0] if rest else None
+    named = node.kwargs
+    operands = [*node.args, *(named[name] for name in ("input", "weight", "bias") if name in named), None]
+    return operands[0], operands[1], operands[2]
 
 
 def _tensor(operand: Any) -> Tensor | None:
