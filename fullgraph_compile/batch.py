@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fullgraph_compile.host_values import counting, to_device
+
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
 
@@ -45,6 +47,10 @@ class PrefillBatch:
         ...     logits = model.lm_head(hidden[0, batch.last_token_rows])
     """
 
+    cache: PagedKVCache | None
+    pages: list[list[int]] | None
+    _entered: Token[PrefillBatch | None] | None
+
     def __init__(
         self,
         new_tokens: Sequence[int],
@@ -55,7 +61,7 @@ class PrefillBatch:
         device: torch.device | str | None = None,
     ) -> None:
         new = _lengths("new_tokens", new_tokens)
-        cached = _lengths("cached_tokens", [0] * len(new) if cached_tokens is None else cached_tokens)
+        cached = [0] * len(new) if cached_tokens is None else _lengths("cached_tokens", cached_tokens)
         if not new:
             raise ValueError("new_tokens=[] holds no request; give the new tokens of at least one")
         if len(cached) != len(new):
@@ -70,23 +76,35 @@ class PrefillBatch:
         if (cache is None) != (pages is None):
             given, missing = ("pages", "cache") if cache is None else ("cache", "pages")
             raise ValueError(f"{given} is given without {missing}; give both, or neither")
+        if device is None:
+            device = _default_device() if cache is None else cache.device
+        self._set(new, cached, torch.device(device))
+        if cache is not None:
+            assert pages is not None
+            self.cache = cache
+            self.pages = [_integers(f"pages[{i}]", held) for i, held in enumerate(pages)]
+            cache.check_pages(self.pages, self.lengths, cached)
+            if not same_device(self.device, cache.device):
+                raise ValueError(f"device={str(device)!r} is not that of the cache, which is on {cache.device}")
+
+    def _set(self, new: list[int], cached: list[int], device: torch.device) -> None:
         self.new_tokens = new
         self.cached_tokens = cached
-        self.lengths = [n + c for n, c in zip(new, cached, strict=True)]
+        self.lengths = [n + c for n, c in zip(new, cached, strict=True)] if any(cached) else list(new)
         self.tokens = sum(new)
         self.requests = len(new)
         self.longest = max(self.lengths)
-        self.cache = cache
-        self.pages = None if pages is None else [_integers(f"pages[{i}]", held) for i, held in enumerate(pages)]
-        if cache is not None:
-            assert self.pages is not None
-            cache.check_pages(self.pages, self.lengths, cached)
-        if device is None:
-            device = _default_device() if cache is None else cache.device
-        self.device = torch.device(device)
-        if cache is not None and not same_device(self.device, cache.device):
-            raise ValueError(f"device={str(device)!r} is not that of the cache, which is on {cache.device}")
-        self._entered: Token[PrefillBatch | None] | None = None
+        self.device = device
+        self.cache = None
+        self.pages = None
+        self._entered = None
+
+    @classmethod
+    def of_checked(cls, new_tokens: list[int], device: torch.device) -> PrefillBatch:
+        """Requests without a prefix, of which all that the constructor checks is known."""
+        batch = cls.__new__(cls)
+        batch._set(new_tokens, [0] * len(new_tokens), device)
+        return batch
 
     @classmethod
     def for_capture(cls, lengths: list[int], cache: PagedKVCache | None, device: torch.device) -> PrefillBatch:
@@ -106,11 +124,13 @@ class PrefillBatch:
     @cached_property
     def position_ids(self) -> Tensor:
         """Position of each row within its request, cached tokens counted: ``[T]`` int64 on ``device``."""
-        return _to_device(self.host_positions, self.device)
+        return to_device(self.host_positions, self.device)
 
     @cached_property
     def row_of_positions(self) -> Tensor:
-        """``position_ids`` as a packed call takes them: ``[1, T]``."""
+        """``position_ids`` as a packed call takes them: ``[1, T]``; nothing may write to it."""
+        if self.requests == 1 and not self.cached_tokens[0]:
+            return counting(self.tokens, self.device)
         return self.position_ids[None]
 
     @cached_property
@@ -131,7 +151,7 @@ class PrefillBatch:
     def last_token_rows(self) -> Tensor:
         """Row of the last new token of each request that has any: int64 on ``device``."""
         new = np.array(self.new_tokens)
-        return _to_device((np.cumsum(new) - 1)[new > 0], self.device)
+        return to_device((np.cumsum(new) - 1)[new > 0], self.device)
 
     def __enter__(self) -> PrefillBatch:
         active = _active.get()
@@ -227,9 +247,8 @@ def same_device(a: torch.device, b: torch.device) -> bool:
 
 def _lengths(name: str, values: Any) -> list[int]:
     numbers = _integers(name, values)
-    for n in numbers:
-        if n < 0:
-            raise ValueError(f"{name} holds {n}; token counts are 0 or more")
+    if numbers and min(numbers) < 0:
+        raise ValueError(f"{name} holds {min(numbers)}; token counts are 0 or more")
     return numbers
 
 
@@ -250,11 +269,3 @@ def _default_device() -> torch.device:
     if default.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return default
-
-
-def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-    if device.type != "cuda":
-        return host.to(device)
-    # A pageable copy would wait for the device.
-    return host.pin_memory().to(device, non_blocking=True)

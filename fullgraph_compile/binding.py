@@ -33,19 +33,16 @@ class Formed(NamedTuple):
     tokens: int
 
 
-class _Repeated(NamedTuple):
-    """How a call inside a batch is bound that is like an earlier one in all but its tokens.
+class _Known(NamedTuple):
+    """How calls of one likeness are bound.
 
     Attributes:
-        call: the canonical call, but for the tensors.
-        taken: tensors that are as they are given.
-        positions: whether the positions are those of the batch.
+        bind: ``Bound.again`` of the first of them.
         device: of the tokens.
+        form: of all of them.
     """
 
-    call: dict[str, Any]
-    taken: tuple[str, ...]
-    positions: bool
+    bind: Callable[[dict[str, Any], PrefillBatch | None], Bound]
     device: torch.device
     form: Any
 
@@ -82,7 +79,7 @@ class Binder:
         self.before_learning = before_learning
         self.lock = lock
         self.refusals = Refusals()
-        self._known: dict[Any, _Repeated] = {}
+        self._known: dict[Any, _Known] = {}
 
     def forget(self) -> None:
         """Look at each call anew: the module has changed, or is to be asked again."""
@@ -113,10 +110,15 @@ class Binder:
         if what := interposed():
             raise NotServed(Reason.INTERPOSED, what)
         active = active_batch()
-        alike = self._likeness(given, active) if active is not None and ask else None
-        if alike is not None and alike in self._known:
-            assert active is not None
-            return _bound_as(self._known[alike], given, active)
+        alike = self._likeness(given, active) if ask else None
+        known = self._known.get(alike) if alike is not None else None
+        if known is not None:
+            bound = known.bind(given, active)
+            batch = bound.batch
+            assert batch is not None
+            if batch.device != known.device:
+                check_batch(batch, batch.tokens, known.device)
+            return Formed(bound, known.form, batch.tokens)
         for name, value in given.items():
             if isinstance(value, Tensor) and type(value) is not Tensor and type(value) is not nn.Parameter:
                 raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
@@ -137,8 +139,8 @@ class Binder:
             check_batch(bound.batch, tokens, device)
         formed = Formed(bound, self._form(call, dims), tokens)
         if self.traced(formed.form) and self.integration.prepared:
-            if alike is not None and bound.batch is active:
-                self._remember(alike, given, formed, device)
+            if alike is not None:
+                self._remember(alike, formed, device)
         elif tokens and ask:
             with self.lock:
                 self._learn(self.integration.prepare, call)
@@ -181,58 +183,53 @@ class Binder:
 
     # -- calls that are alike ------------------------------------------------------------------------------------
 
-    def _likeness(self, given: dict[str, Any], active: PrefillBatch) -> Any:
-        """All that binding a call may read of it and of its batch, but the token count, which stands as -1; None = it
-        has no likeness."""
-        tokens = active.tokens
-        # One token, or none, is no dim of its own; under autocast a form says more.
-        if tokens < 2 or torch._C._is_any_autocast_enabled():
+    def _likeness(self, given: dict[str, Any], active: PrefillBatch | None) -> Any:
+        """All that the form of a call may follow from; None = it has no likeness.
+
+        The token count, or the columns of a padded batch, stand as -1 wherever they are a size, and its rows as -2.
+        """
+        # Under autocast a form says more.
+        if torch._C._is_any_autocast_enabled():
             return None
-        of_batch = active.requests > 1, active.cache is not None, any(active.cached_tokens)
-        parts: list[Any] = [(self.integration.surroundings(), of_batch)]
+        tokens, rows = 0, 1
+        parts: list[Any] = [self.integration.surroundings()]
         for name, value in given.items():
             kind = type(value)
             if kind is Tensor:
-                shape = tuple([-1 if size == tokens else size for size in value.shape])
-                parts.append((name, value.dtype, value.device, shape))
+                shape = value.shape
+                if not tokens:
+                    if active is not None and active.tokens in shape:
+                        tokens = active.tokens
+                    elif len(shape) > 1:
+                        rows, tokens = shape[:2]
+                    # One token, or none, is no dim of its own.
+                    if tokens < 2:
+                        return None
+                sizes = tuple([-1 if size == tokens else size for size in shape])
+                if rows > 1 and shape[:1] == (rows,):
+                    sizes = (-2, *sizes[1:])
+                parts.append((name, value.dtype, value.device, sizes))
             elif value is None or kind is bool or kind is str:
                 parts.append((name, kind, value))
             else:
                 return None
+        parts.append(active is not None and active.tokens == tokens)
         return tuple(parts)
 
-    def _remember(self, alike: Any, given: dict[str, Any], formed: Formed, device: torch.device) -> None:
-        """Note what calls like this one become, if that is what they are given."""
+    def _remember(self, alike: Any, formed: Formed, device: torch.device) -> None:
+        """Note what calls like this one become, if their form follows from their likeness."""
         bound = formed.bound
-        if bound.back is not None or bound.padded or bound.device_reads:
+        if bound.again is None or bound.batch is None:
             return
-        if any(isinstance(v, Tensor) and bound.call.get(n) is not v for n, v in given.items()):
-            return  # what it is may depend on what is in it
-        assert bound.batch is not None
-        form = {part[0]: part[-1] for part in formed.form[0]}
-        shapes = {part[0]: part[-1] for part in alike[1:]}
-        taken = tuple(n for n, v in given.items() if isinstance(v, Tensor))
-        # A size that is the token count by chance would stand for it.
-        if any(form[name] != shapes[name] for name in taken):
-            return
-        made = [n for n, v in bound.call.items() if isinstance(v, Tensor) and n not in taken]
-        if made and (made != ["position_ids"] or bound.call["position_ids"] is not bound.batch.row_of_positions):
-            return
+        forms = {part[0]: part[-1] for part in formed.form[0]}
+        for name, *_, sizes in alike[1:-1]:
+            # A size that is the token count by chance would stand for it.
+            known = not isinstance(sizes, tuple) or name not in forms
+            if not known and forms[name] != ((1, *sizes[1:]) if sizes[:1] == (-2,) else sizes):
+                return
         if len(self._known) >= self.MOST_KNOWN:
             self._known.clear()
-        constants = {n: None if isinstance(v, Tensor) else v for n, v in bound.call.items()}
-        self._known[alike] = _Repeated(constants, taken, bool(made), device, formed.form)
-
-
-def _bound_as(known: _Repeated, given: dict[str, Any], active: PrefillBatch) -> Formed:
-    if active.device != known.device:
-        check_batch(active, active.tokens, known.device)
-    call = known.call.copy()
-    for name in known.taken:
-        call[name] = given[name]
-    if known.positions:
-        call["position_ids"] = active.row_of_positions
-    return Formed(Bound(call, active), known.form, active.tokens)
+        self._known[alike] = _Known(bound.again, device, formed.form)
 
 
 def _wants_grad(module: nn.Module, given: dict[str, Any]) -> bool:

@@ -196,6 +196,8 @@ class CaptureSet:
                 frozenset(i for i, (t, dim) in examples.items() if t.shape[:dim].numel() != 1),
             )
 
+        self._largest = self.buckets[ladder[-1]]
+
     def _storage(self, like: Tensor, dim: int | None, tokens: int) -> Tensor:
         size = 1
         for d, s in enumerate(like.shape):
@@ -204,7 +206,7 @@ class CaptureSet:
 
     def static_bytes(self) -> tuple[float, float]:
         """Bytes of the static inputs and outputs: for each row of the largest bucket, and those that have no rows."""
-        largest = self.buckets[max(self.buckets)]
+        largest = self._largest
         rows = [largest.inputs[i] for i in self.inputs.tokens]
         fixed = list(self._values.values())
         for buffer, (_, dim) in zip(largest.outputs, self.outputs, strict=True):
@@ -253,14 +255,15 @@ class CaptureSet:
 
     def _zero_padded_rows(self, bucket: Bucket, tokens: int) -> None:
         """Rows past the real total are zeros; those that no earlier call has written still are."""
-        written = min(self._dirty, bucket.tokens)
         for i, dim in self.inputs.tokens.items():
-            # The buckets share a storage, where a row of one is the same row of another unless a dim comes before it.
-            last = bucket.tokens if i in bucket.not_alike else written
+            # The buckets share a storage, where a row of one is the same row of another unless a dim comes before it:
+            # so the rows that a call of a larger bucket has written are zeroed too, once for all that follow.
+            inputs, last = self._largest.inputs[i], self._dirty
+            if i in bucket.not_alike:
+                inputs, last = bucket.inputs[i], bucket.tokens
             if tokens < last:
-                bucket.inputs[i].narrow(dim, tokens, last - tokens).zero_()
-        if self._dirty <= bucket.tokens:
-            self._dirty = tokens
+                inputs.narrow(dim, tokens, last - tokens).zero_()
+        self._dirty = tokens
 
     def _poison(self, bucket: Bucket, poison: Poison) -> None:
         self._dirty = self.limits.ladder[-1]

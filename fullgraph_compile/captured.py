@@ -86,12 +86,13 @@ class CapturedGraph:
     def __call__(self, *args: Any) -> Any:
         return tuple(self.serve(args, None))
 
-    def serve(self, args: Sequence[Any], batch: PrefillBatch | None) -> Sequence[Any]:
+    def serve(self, args: Sequence[Any], batch: PrefillBatch | None, *, owned: bool = True) -> Sequence[Any]:
         """Make a call.
 
         Args:
             args: values of the placeholders; not kept.
             batch: what the call is for, checked; None = the active one, or what the model itself would see.
+            owned: False gives views of buffers that the next call overwrites, whatever the options say.
         """
         if batch is None:
             batch = self.batch_of(args)
@@ -122,8 +123,10 @@ class CapturedGraph:
                     return self.as_traced(*args)
                 self._count(decision, batch, args)
             if self._passes and decision.route is Route.GRAPH:
-                return [runner.owned(rows[i]) for i in self._passes]
+                return [runner.owned(rows[i]) if owned else rows[i] for i in self._passes]
             results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
+            if not owned:
+                return tuple(results)
             return [runner.owned(r) if isinstance(r, Tensor) else r for r in results]
 
     def batch_of(self, args: Sequence[Any]) -> PrefillBatch:

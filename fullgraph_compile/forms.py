@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullgraph_compile.batch import PrefillBatch, no_active_batch
+from fullgraph_compile.batch import no_active_batch
 from fullgraph_compile.binding import Formed
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import Reason
@@ -70,7 +70,7 @@ class Forms:
                 variant.doubted = True
                 continue
             try:
-                result = without_grad(variant, call, bound.batch)
+                result = without_grad(variant, bound)
             except WeightsChanged:
                 continue
             # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
@@ -78,7 +78,7 @@ class Forms:
             replaced = not stands and variant.replaced()
             if replaced and variant.take_new_weights() and self.tracer.holds(variant):
                 self.report.drop()
-                return without_grad(variant, call, bound.batch)
+                return without_grad(variant, bound)
             if replaced or not (stands or self.tracer.holds(variant)):
                 # Its graphs are freed: states of the module that come and go must not each keep a set.
                 variant.graph.release()
@@ -170,9 +170,9 @@ class Forms:
             graph.runner.release()
 
 
-def without_grad(variant: Variant, call: dict[str, Any], batch: PrefillBatch | None) -> Any:
+def without_grad(variant: Variant, bound: Bound) -> Any:
     """The call by a variant, no gradients, whatever the caller has."""
     if not torch.is_grad_enabled():
-        return variant(call, batch)
+        return variant(bound.call, bound.batch, owned=not bound.copied)
     with torch.no_grad():
-        return variant(call, batch)
+        return variant(bound.call, bound.batch, owned=not bound.copied)

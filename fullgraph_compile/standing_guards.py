@@ -6,7 +6,8 @@ import ast
 import dis
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,8 +54,9 @@ class StandingGuards:
         root: all guards of the trace, which hold now.
         module: what they call ``L['module']``.
         more: other dicts to watch.
-        switched: dicts in which values come and go without meaning a change: they are as they were whenever this is
-            asked, so they are compared.
+        switching: within it, the module is as it was traced.
+        switched: dicts in which it puts something else for its time, and which are as they were whenever this is asked:
+            they are compared.
 
     Attributes:
         watch: whether nothing that is watched has changed.
@@ -66,7 +68,12 @@ class StandingGuards:
     """
 
     def __init__(
-        self, root: Any, module: nn.Module, more: list[dict[str, Any]], switched: Sequence[dict[str, Any]] = ()
+        self,
+        root: Any,
+        module: nn.Module,
+        more: list[dict[str, Any]],
+        switching: Callable[[], AbstractContextManager[None]] = nullcontext,
+        switched: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._switched = list(switched)
         # How each watched dict and module is found: from which found before, by which key; and its type.
@@ -74,10 +81,11 @@ class StandingGuards:
         self._found: list[Any] = []
         self._of_classes: set[Any] = set()
         self._kept: set[str] = {root.get_source()}
-        for child in root.get_child_managers():
-            # The arguments are those of the traced call, each time.
-            if child.get_source() != "L['kwargs']":
-                self._keep(child, module if child.get_source() == "L['module']" else _UNKNOWN, -1, None)
+        with switching():
+            for child in root.get_child_managers():
+                # The arguments are those of the traced call, each time.
+                if child.get_source() != "L['kwargs']":
+                    self._keep(child, module if child.get_source() == "L['module']" else _UNKNOWN, -1, None)
         self._of_classes.clear()
         kept = self._kept
         self.rest = root.clone_manager(lambda node: node.get_source() in kept)

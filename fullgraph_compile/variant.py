@@ -6,6 +6,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -140,11 +141,12 @@ class Variant:
         for i in self.sizes:
             args[i] = args[index].shape[dim]
 
-    def __call__(self, call: dict[str, Any], batch: PrefillBatch | None = None) -> Any:
+    def __call__(self, call: dict[str, Any], batch: PrefillBatch | None = None, *, owned: bool = True) -> Any:
         """Make a call.
 
         Args:
             batch: what it is for; None = the active one, or what the model itself would see.
+            owned: False if the result is copied before the next call, which may then overwrite it.
         """
         # Filled in place: a copy of some hundred weights costs more than most of what is done for a call.  One call at
         # a time is made of one body.
@@ -152,7 +154,7 @@ class Variant:
         assert result is not None
         self._fill(args, call)
         try:
-            return result(self.graph.serve(args, batch), call)
+            return result(self.graph.serve(args, batch, owned=owned), call)
         finally:
             for i in self.names:
                 args[i] = None  # the caller's
@@ -217,18 +219,21 @@ class Variant:
 
     MOST_PAUSE: ClassVar[int] = 255
 
-    def stand(self, switched: Sequence[dict[str, Any]] = ()) -> None:
+    def stand(
+        self, switching: Callable[[], AbstractContextManager[None]], switched: Sequence[dict[str, Any]] = ()
+    ) -> None:
         """Begin to watch for changes, where this Python and this torch let it be.  All guards must hold.
 
         Args:
-            switched: dicts of the module that asking changes, and leaves as they were.
+            switching: within it, the module is as it was traced.
+            switched: dicts of the module that this changes, and leaves as they were.
         """
         module, entry = self.module(), self._guards()
         if not WORKS or module is None or entry is None:
             return
         self._locals = {"module": module, "kwargs": self.sample}
         try:
-            self.standing = StandingGuards(entry.guard_manager.root, module, self._slots(), switched)
+            self.standing = StandingGuards(entry.guard_manager.root, module, self._slots(), switching, switched)
         except Exception as error:  # Dynamo's guards are nobody's interface
             log.debug("changes of %s cannot be watched: %s", type(module).__name__, error)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -94,15 +95,54 @@ def test_what_is_given_otherwise_is_looked_at(llama: Counted) -> None:
         assert isinstance(out, tuple) == (given.get("return_dict") is False)
 
 
-def test_a_mask_is_looked_at_each_time_as_its_values_count(llama: Counted) -> None:
+def test_calls_with_a_mask_are_alike_and_its_values_count_each_time(llama: Counted) -> None:
     ones = torch.ones(1, 7, dtype=torch.int64)
-    for _ in range(3):
+    for times in (1, 0, 0):
         _, looked = llama([7], use_cache=False, attention_mask=ones)
-        assert looked == 1
+        assert looked == times
     holes = ones.clone()
     holes[0, 0] = 0
     with pytest.raises(ValueError, match="other lengths than attention_mask"):
         llama([7], use_cache=False, attention_mask=holes)
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_padded_batches_are_alike_whatever_their_sizes_and_their_padding(llama: Counted, in_batch: bool) -> None:
+    def call(lengths: list[int], width: int, *, left: bool = False) -> int:
+        before = llama.looked["at"]
+        ids, mask = torch.zeros(len(lengths), width, dtype=torch.int64), torch.zeros(len(lengths), width)
+        for i, n in enumerate(lengths):
+            at = slice(width - n, width) if left else slice(n)
+            ids[i, at], mask[i, at] = tokens(n), 1
+        batch = fgc.PrefillBatch(lengths, device="cpu") if in_batch else contextlib.nullcontext()
+        with torch.no_grad(), batch:
+            out = first(llama.body(input_ids=ids, attention_mask=mask.long(), use_cache=False))
+        looked = llama.looked["at"] - before
+        assert not out[mask == 0].any()
+        equal(out[mask == 1], torch.cat([first(llama([n], use_cache=False)[0])[0] for n in lengths if n]))
+        return looked
+
+    assert call([2, 3], 4) == 1
+    call([2, 3], 4), call([5], 5), call([3], 5)
+    for lengths, width in (([2, 3], 4), ([4, 1, 6], 6), ([4, 4], 4), ([3, 2, 4, 1], 7), ([2, 0, 5], 5), ([1, 0], 3)):
+        for left in (False, True):
+            assert call(lengths, width, left=left) == 0, (lengths, left)
+    assert call([3], 5) == call([5], 5) == 0
+
+
+def test_a_padded_batch_whose_form_does_not_follow_from_its_likeness_is_looked_at(llama: Counted) -> None:
+    # As many columns as there are embeddings, so that one size says both.
+    width = llama.body.config.hidden_size
+    for _ in range(3):
+        before = llama.looked["at"]
+        embeddings = llama.body.embed_tokens(tokens(2 * width))[None].detach()[:, :width].repeat(2, 1, 1)
+        mask = torch.zeros(2, width, dtype=torch.int64)
+        mask[0, :3] = mask[1, :5] = 1
+        with torch.no_grad():
+            out = first(llama.body(inputs_embeds=embeddings, attention_mask=mask, use_cache=False))
+        equal(out[0, :3], out[1, :3])
+        assert out[0, :3].any() and not out[mask == 0].any()
+        assert llama.looked["at"] == before + 1
 
 
 def test_a_config_that_changes_what_a_call_means_is_followed(llama: Counted) -> None:

@@ -6,30 +6,32 @@ Where the real tokens lie is found on the host; the device only gathers and scat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.host_values import counting, to_device
 from fullgraph_compile.integrations.plain import NotServed
 
 
-@dataclass(frozen=True)
-class Spans:
+class Spans(NamedTuple):
     """Where the real tokens of each row of a ``[B, S]`` batch lie: one run in each row.
 
     Attributes:
         columns: S.
         lengths: real tokens of each row; 0 is allowed.
-        starts: column of each row's first real token; None = only the mask on the device knows.
+        starts: column of each row's first real token, 0 if it has none; None = only the mask on the device knows.
+        places: ``[2, T]`` int64: index of each real token in the flat batch, and its column; None = to be found.
     """
 
     columns: int
     lengths: tuple[int, ...]
     starts: tuple[int, ...] | None
+    places: np.ndarray | None = None
 
     @property
     def dense(self) -> bool:
@@ -39,9 +41,14 @@ class Spans:
     @property
     def left(self) -> bool:
         """Whether a row with real tokens may begin with padding."""
-        if self.starts is None:
-            return not self.dense
-        return any(start and length for start, length in zip(self.starts, self.lengths, strict=True))
+        return not self.dense if self.starts is None else any(self.starts)
+
+    @property
+    def rows_and_ranks(self) -> np.ndarray:
+        """``[2, T]`` int64: the row of each real token, and how many come before it there."""
+        lengths = np.array(self.lengths)
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        return np.stack([row, np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)])
 
 
 def right_padded(lengths: Sequence[int], columns: int) -> Spans:
@@ -55,15 +62,26 @@ def spans_of(mask: Tensor) -> Spans:
     Raises:
         NotServed: a row's real tokens are not one run, so the mask is not padding.
     """
-    real = (mask != 0).numpy()
-    if real.all():
-        return right_padded([real.shape[1]] * len(real), real.shape[1])
-    runs = np.count_nonzero(real[:, 1:] > real[:, :-1], axis=1) + real[:, 0]
-    rows = np.flatnonzero(runs > 1)
-    if len(rows):
-        raise NotServed(Reason.MASK, f"attention_mask has holes in row {rows[0]}: its real tokens are not one run")
-    lengths, starts = real.sum(axis=1), real.argmax(axis=1)
-    return Spans(real.shape[1], tuple(lengths.tolist()), tuple(starts.tolist()))
+    rows, columns = mask.shape
+    # Integers are read as they are: one op less.
+    index = (mask if mask.dtype is torch.int64 else mask != 0).numpy().ravel().nonzero()[0]
+    if len(index) == rows * columns:
+        return right_padded([columns] * rows, columns)
+    if not len(index):
+        return right_padded([0] * rows, columns)
+    places = np.empty((2, len(index)), dtype=np.int64)
+    places[0] = index
+    row = index // columns
+    column = np.subtract(index, row * columns, out=places[1])
+    lengths = np.bincount(row, minlength=rows)
+    ends = lengths.cumsum()
+    # Of a row without real tokens, that of the row after it.
+    starts = column.take(ends - lengths, mode="clip")
+    holes = (column[ends - 1] - starts != lengths - 1) & (lengths > 0)
+    if holes.any():
+        row_with = int(holes.argmax())
+        raise NotServed(Reason.MASK, f"attention_mask has holes in row {row_with}: its real tokens are not one run")
+    return Spans(columns, tuple(lengths.tolist()), tuple((starts * (lengths > 0)).tolist()), places)
 
 
 class Packing:
@@ -74,6 +92,9 @@ class Packing:
         device: where the tensors are.
         mask: ``[B, S]`` on the device, if only it knows where each row begins.  It is not read by the host: where it
             contradicts the lengths, everything that is scattered back is NaN.
+
+    Attributes:
+        trivial: whether the batch is one packed row already.
     """
 
     def __init__(self, spans: Spans, device: torch.device, mask: Tensor | None = None) -> None:
@@ -81,32 +102,31 @@ class Packing:
         self.device = device
         self.rows, self.columns = len(spans.lengths), spans.columns
         self.mask = mask if spans.starts is None else None
-
-    @property
-    def trivial(self) -> bool:
-        """Whether the batch is one packed row already."""
-        return self.rows == 1 and self.spans.dense
+        self.dense = spans.dense
+        self.trivial = self.dense and self.rows == 1
 
     @cached_property
-    def _places(self) -> tuple[Tensor | None, Tensor]:
-        """Index of each packed token in the flat batch, None where nothing is padded; and its column."""
-        lengths = np.array(self.spans.lengths)
-        row = np.repeat(np.arange(self.rows), lengths)
-        rank = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        if self.spans.starts is not None:
-            column = rank + np.array(self.spans.starts)[row]
-            if self.spans.dense:
-                return None, _to_device(column, self.device)
-            index, columns = _to_device(np.stack([row * self.columns + column, column]), self.device)
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Index of each packed token in the flat batch, and its column, where something is padded."""
+        spans = self.spans
+        if spans.places is not None:
+            index, columns = to_device(spans.places, self.device).unbind()
+            return index, columns
+        if spans.starts is not None:
+            row, rank = spans.rows_and_ranks
+            column = rank + np.array(spans.starts)[row]
+            index, columns = to_device(np.stack([row * self.columns + column, column]), self.device).unbind()
             return index, columns
         assert self.mask is not None
-        rows, ranks = _to_device(np.stack([row, rank]), self.device)
+        rows, ranks = to_device(spans.rows_and_ranks, self.device).unbind()
         columns = ranks + (self.mask != 0).int().argmax(1)[rows]
         return (rows * self.columns + columns).clamp_max(self.rows * self.columns - 1), columns
 
     @property
     def column_of_token(self) -> Tensor:
         """``[T]`` int64: the column of each packed token."""
+        if self.dense:
+            return counting(self.columns, self.device).expand(self.rows, self.columns).reshape(-1)
         return self._places[1]
 
     @cached_property
@@ -114,35 +134,25 @@ class Packing:
         """0-d bool on the device: whether the mask says something else than the lengths."""
         if self.mask is None:
             return None
-        index = self._places[0]
-        assert index is not None
-        lengths = _to_device(np.array(self.spans.lengths), self.device)
         real = self.mask != 0
-        return (real.sum(1) != lengths).any() | ~real.flatten()[index].all()
+        if self.dense:
+            return ~real.all()
+        lengths = to_device(np.array(self.spans.lengths), self.device)
+        return (real.sum(1) != lengths).any() | ~real.flatten()[self._places[0]].all()
 
     def pack(self, padded: Tensor, dim: int = 0) -> Tensor:
         """``[..., B, S, ...]`` to ``[..., 1, T, ...]``; B is dim ``dim``."""
         if self.trivial:
             return padded
-        flat = padded.flatten(dim, dim + 1)
-        index = None if self.spans.dense else self._places[0]
-        return (flat if index is None else flat.index_select(dim, index)).unsqueeze(dim)
+        shape = padded.shape
+        row = padded.reshape(*shape[:dim], 1, self.rows * self.columns, *shape[dim + 2 :])
+        return row if self.dense else row.index_select(dim + 1, self._places[0])
 
     def unpack(self, rows: Tensor) -> Tensor:
         """``[T, ...]`` to ``[B, S, ...]``, padded positions zero."""
-        if not self.spans.dense:
-            index = self._places[0]
-            assert index is not None
-            padded = rows.new_zeros((self.rows * self.columns, *rows.shape[1:]))
-            rows = padded.index_copy_(0, index, rows)
+        rest = rows.shape[1:]
+        if not self.dense:
+            rows = rows.new_zeros((self.rows * self.columns, *rest)).index_copy_(0, self._places[0], rows)
         if self._contradicts is not None and rows.is_floating_point():
             rows = rows.masked_fill(self._contradicts, float("nan"))
-        return rows.unflatten(0, (self.rows, self.columns))
-
-
-def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-    if device.type != "cuda":
-        return host.to(device)
-    # A pageable copy would wait for the device.
-    return host.pin_memory().to(device, non_blocking=True)
+        return rows.view(self.rows, self.columns, *rest)

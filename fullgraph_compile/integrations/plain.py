@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,10 @@ class Bound(NamedTuple):
         back: from the result to what the caller expects; None = it is that.
         device_reads: how often the device was read to tell requests apart.
         padded: whether the caller's own form is a padded batch, which means the same without a batch.
+        copied: whether ``back`` copies each tensor of the result, which then need not be the caller's own before.
+        again: makes the same of another call, and of the batch that it is in, as long as the arguments have the same
+            names and shapes, but for token counts and rows, and those that are no tensors are the same; may raise what
+            ``bind`` raises.  None = each call is looked at.
     """
 
     call: dict[str, Any]
@@ -39,6 +44,36 @@ class Bound(NamedTuple):
     back: Callable[[Any], Any] | None = None
     device_reads: int = 0
     padded: bool = False
+    copied: bool = False
+    again: Callable[[dict[str, Any], PrefillBatch | None], Bound] | None = None
+
+
+@dataclass(frozen=True)
+class AsGiven:
+    """``Bound.again`` of packed calls in a batch: the very tensors that are given, and what is the same each time.
+
+    Attributes:
+        constants: arguments that are no tensors.
+        tensors: names of those that are.
+        positions: whether the positions are those of the batch.
+        check: raises ``NotServed`` for a batch that the module cannot be given so.
+    """
+
+    constants: dict[str, Any]
+    tensors: tuple[str, ...]
+    positions: bool
+    check: Callable[[PrefillBatch], None] | None = None
+
+    def __call__(self, given: dict[str, Any], active: PrefillBatch | None) -> Bound:
+        assert active is not None
+        if self.check is not None:
+            self.check(active)
+        call = self.constants.copy()
+        for name in self.tensors:
+            call[name] = given[name]
+        if self.positions:
+            call["position_ids"] = active.row_of_positions
+        return Bound(call, active)
 
 
 class PlainModule:
@@ -129,15 +164,15 @@ class PlainModule:
 
         Args:
             given: the arguments by name.
-            active: the batch that the caller is inside of.  A call that becomes its very arguments stands for those
-                like it, so of the batch only its device, its token count, and whether it has several requests, cached
-                tokens or a cache may decide on that.
+            active: the batch that the caller is inside of.
 
         Raises:
             NotServed: the call has an argument that a graph cannot serve.
             ValueError: the batch does not describe the call.
         """
-        return Bound(given, active)
+        tensors = tuple(name for name, value in given.items() if isinstance(value, Tensor))
+        constants = {name: value for name, value in given.items() if name not in tensors}
+        return Bound(given, active, again=AsGiven(constants, tensors, positions=False))
 
     def surroundings(self) -> tuple[Any, ...]:
         """What ``bind`` reads besides the arguments and the batch, and what was learned: hashable."""

@@ -23,6 +23,7 @@ from fullgraph_compile.integrations.packing import Spans
 from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule, device_of
 from fullgraph_compile.integrations.refusing import refusing
 from fullgraph_compile.refusals import Refusals
+from fullgraph_compile.results import Outputs
 
 
 def is_transformers(module: nn.Module) -> bool:
@@ -42,6 +43,7 @@ class TransformersModule(PlainModule):
         op_attention: false for a model whose attention calls are not what transformers' interface says of them, or that
             attends by code of its own: it is left as it is, and found in the traced graph.
         facts: what the model means by a call; None before the first one.
+        outputs: makes objects of the classes of its outputs.
     """
 
     op_attention = True
@@ -68,6 +70,7 @@ class TransformersModule(PlainModule):
         # No graph tells when such a call could be served again, as after a change of the model, so it is asked.
         self._refused = Refusals()
         self._lock = threading.RLock()
+        self.outputs = Outputs()
 
     @contextmanager
     def attention(self, name: str = ATTENTION) -> Iterator[None]:
@@ -110,9 +113,9 @@ class TransformersModule(PlainModule):
         return dims
 
     def bind(self, given: dict[str, Any], active: PrefillBatch | None) -> Bound:
-        from fullgraph_compile.integrations.hf_front import bind
+        from fullgraph_compile.integrations.hf_front import Reading
 
-        return bind(self, given, active)
+        return Reading(self, given).bind(given, active)
 
     def surroundings(self) -> tuple[Any, ...]:
         config = self.module.config
@@ -132,6 +135,7 @@ class TransformersModule(PlainModule):
             self._primed.clear()
             self._rules.clear()
             self._refused.clear()
+            self.outputs = Outputs()
             self._causal = _is_causal(self.module)
             self._configs = _configs(self.module)
 
@@ -158,6 +162,15 @@ class TransformersModule(PlainModule):
     def keeps_rows(self) -> bool:
         """Whether what is on top of the hidden states takes each row by itself, or what the body has pooled."""
         return self._rows_stay or (self._whole_pools and self.facts is not None and self.facts.pooler is not None)
+
+    def check_requests(self, batch: PrefillBatch) -> None:
+        """Raise ``NotServed`` unless the requests of a batch may be one row of a call."""
+        if not self.keeps_rows and batch.requests > 1:
+            raise NotServed(
+                Reason.ARGUMENTS,
+                f"{self.name} may put rows of several requests of a packed call together; give a padded batch, or call "
+                f"the {type(self.module).__name__} in it",
+            )
 
     def learn(self, given: dict[str, Any]) -> None:
         leads = [n for n in ("input_ids", "inputs_embeds") if isinstance(given.get(n), Tensor)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
-from fullgraph_compile.integrations import hf_front
+from fullgraph_compile.integrations import hf_back
 from fullgraph_compile.tracing import Tracer
 from tests.transformers_models.whole import call, close, fallbacks, padded, pair, replays, rows_equal
 
@@ -102,7 +102,7 @@ def test_a_launch_whose_result_is_thrown_away_is_counted_apart() -> None:
 def test_a_launch_whose_result_cannot_be_given_back_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     model, eager = small()
     check(model, eager)
-    monkeypatch.setattr(hf_front, "_ROWS", frozenset())
+    monkeypatch.setattr(hf_back, "_ROWS", frozenset())
     check(model, eager, 1)
     report = fgc.report(model)
     assert (replays(model), report.dropped.total(), report.fallbacks[Reason.ARGUMENTS]) == (2, 1, 1)

@@ -1,0 +1,30 @@
+"""Integers that the host has worked out, on a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """An array as an int64 tensor on a device, without waiting for it."""
+    host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+    if device.type == "cpu":
+        return host
+    # A pageable copy would wait for the device.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+# With the version that each had when it was made.
+_made: dict[torch.device, tuple[Tensor, int]] = {}
+
+
+def counting(tokens: int, device: torch.device) -> Tensor:
+    """0, 1, 2 ...: ``[1, tokens]`` int64, a view of what all calls on the device share, so nothing may write to it."""
+    made, version = _made.get(device, (None, 0))
+    if made is None or made.shape[1] < tokens or made._version != version:
+        with torch.inference_mode(False):
+            made = torch.arange(max(1024, 2 * tokens), device=device)[None]
+        _made[device] = made, made._version
+    return made.narrow(1, 0, tokens)
