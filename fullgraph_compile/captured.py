@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from fullgraph_compile.batch import PrefillBatch, active_batch
 from fullgraph_compile.batch_of_call import check_batch, restarts
-from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
+from fullgraph_compile.dispatch import Decision, Reason, RequestsMeet, Route
 from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.registry import register
 from fullgraph_compile.runner import BodyRunner, WeightsChanged
@@ -196,13 +196,15 @@ class CapturedGraph:
             why: what may make other results differ between requests; empty = nothing does.
 
         Raises:
-            FallbackError: they differ.
+            RequestsMeet: they differ.
         """
         whole = [[p[i] for p in parts] for i, dim in enumerate(dims) if dim is None]
         if why and not all(_same(same[0], other) for same in whole for other in same[1:]):
-            raise FallbackError(
-                f"{self.report.name} cannot be called with {batch!r}: it is not proven to keep requests apart "
-                f"({why}), and returns something else than rows, which depends on them"
+            raise RequestsMeet(
+                self.report.name,
+                batch,
+                f"it is not proven to keep requests apart ({why}), and returns something else than rows, which depends "
+                "on them",
             )
         return [parts[0][i] if dim is None else torch.cat([p[i] for p in parts], dim) for i, dim in enumerate(dims)]
 

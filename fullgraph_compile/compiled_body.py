@@ -15,7 +15,7 @@ from torch import nn
 from fullgraph_compile.batch import PrefillBatch, active_batch
 from fullgraph_compile.binding import Binder, Formed
 from fullgraph_compile.captured import CapturedGraph
-from fullgraph_compile.dispatch import Decision, FallbackError, Reason, Route
+from fullgraph_compile.dispatch import Decision, FallbackError, Reason, RequestsMeet, Route
 from fullgraph_compile.forms import Forms, ModuleChanged
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
@@ -99,11 +99,18 @@ class CompiledBody:
         call = self.binder.bind(args, kwargs)
         batch = call.bound.batch
         self.report.device_reads += call.bound.device_reads
-        with self._lock:
-            if batch is None or batch is active_batch():
-                return self._result(call)
-            with batch:
-                return self._result(call)
+        given = active_batch()
+        try:
+            with self._lock:
+                if batch is None or batch is given:
+                    return self._result(call)
+                with batch:
+                    return self._result(call)
+        except RequestsMeet as error:
+            if given is not None:
+                raise
+            # The caller's call is one of the model itself, which tells its requests apart by the mask or the positions.
+            raise NotServed(Reason.SINGLE_REQUEST, error.why) from None
 
     def _result(self, call: Formed) -> Any:
         result, back = self.forms.serve(call), call.bound.back
@@ -150,6 +157,8 @@ class CompiledBody:
             if not isinstance(variant.graph, CapturedGraph):
                 return Decision(Route.COMPILED, None, variant.graph.reason)
             if variant.direct and variant.serves(tokens):
+                if variant.meet and bound.several_padded:
+                    return Decision(Route.EAGER, None, Reason.SINGLE_REQUEST)
                 with entered(batch):
                     return variant.graph.runner.decide(variant.graph.batch_of(variant.arguments(call)))
         return expected_decision(self.options, batch or PrefillBatch([tokens], device=next(iter(call.values())).device))

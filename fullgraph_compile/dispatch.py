@@ -60,6 +60,20 @@ class FallbackError(RuntimeError):
     """Raised under ``strict`` where a call would not replay a graph."""
 
 
+class RequestsMeet(FallbackError):
+    """The requests of a batch cannot be served apart: an error inside a batch of the caller's own.
+
+    Args:
+        name: of the body.
+        batch: the batch.
+        why: what makes them meet.
+    """
+
+    def __init__(self, name: str, batch: object, why: str) -> None:
+        super().__init__(f"{name} cannot be called with {batch!r}: {why}")
+        self.why = why
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the captured graphs can serve.

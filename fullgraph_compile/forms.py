@@ -11,7 +11,7 @@ from torch import nn
 from fullgraph_compile.batch import no_active_batch
 from fullgraph_compile.binding import Formed
 from fullgraph_compile.captured import CapturedGraph
-from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.dispatch import Reason, RequestsMeet
 from fullgraph_compile.integrations.offloading import moved_weights
 from fullgraph_compile.integrations.plain import Bound, NotServed
 from fullgraph_compile.plain_graph import PlainGraph
@@ -63,16 +63,22 @@ class Forms:
                 return self.tracer.again(variant, call)
             if variant.needs_asking(call) and not self._accepts(variant, call):
                 continue
-            asked = i > 0 or variant.doubted
+            asked = i > 0 or variant.doubted or (variant.meet != "" and bound.several_padded)
             if asked and not (
                 self.tracer.stands(variant) or (variant.take_new_weights() and self.tracer.holds(variant))
             ):
                 variant.doubted = True
                 continue
+            if variant.meet and bound.several_padded:
+                raise RequestsMeet(self.report.name, bound.batch, variant.meet)
             try:
                 result = without_grad(variant, bound)
             except WeightsChanged:
                 continue
+            except RequestsMeet as error:
+                variant.meet = error.why
+                self.report.drop()
+                raise
             # After the launch, so that the questions are hidden behind the device.  What does not hold is dropped.
             stands = asked or self.tracer.stands(variant)
             replaced = not stands and variant.replaced()
@@ -99,8 +105,7 @@ class Forms:
         if self._changed:
             self._changed = False
             raise ModuleChanged
-        several = bound.padded and bound.batch is not None and bound.batch.requests > 1
-        if not several or self.strict:
+        if not bound.several_padded or self.strict:
             _, result = self._trace(call, key)
             return result
         # What was traced may turn out to serve one request only.  A padded batch then runs as it is, so the trace is

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fullgraph_compile.batch import active_batch
-from fullgraph_compile.dispatch import FallbackError, Reason
+from fullgraph_compile.dispatch import FallbackError, Reason, RequestsMeet
 from fullgraph_compile.report import Report
 
 
@@ -42,9 +42,11 @@ class PlainGraph:
                 f"({self.reason.value}{f': {self.detail}' if self.detail else ''})"
             )
         if batch is not None and batch.requests > 1 and not self.separates():
-            raise FallbackError(
-                f"{self.report.name} cannot be called with {batch!r}: no graph replays ({self.reason.value}"
-                f"{f': {self.detail}' if self.detail else ''}), and the model is not known to tell requests apart"
+            raise RequestsMeet(
+                self.report.name,
+                batch,
+                f"no graph replays ({self.reason.value}{f': {self.detail}' if self.detail else ''}), and the model is "
+                "not known to tell requests apart",
             )
         self.report.fell_back(self.reason, self.detail, strict=self.strict)
         return self.call(*args)

@@ -51,6 +51,7 @@ class Variant:
         functions: what the trace went through of the classes of the module's parts.
         lasting: whether the trace holds for a second call, as its first one left the module and all else that it reads.
         doubted: whether the trace did not hold when all was last asked; it is then asked before it is used.
+        meet: why requests of a padded batch met at an earlier call; empty = they did not.
         standing: asks the guards without walking through the module; None = they are asked in full each time.
         in_any_mode: whether ``still_holds`` may be asked without the modes that the trace was made under, as long as
             there are no gradients: entering them takes as long as asking.
@@ -74,6 +75,7 @@ class Variant:
     functions: ClassFunctions | None = None
     lasting: bool = True
     doubted: bool = False
+    meet: str = ""
     standing: StandingGuards | None = None
     in_any_mode: bool = False
     _locals: dict[str, Any] = field(default_factory=dict)

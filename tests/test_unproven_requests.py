@@ -47,3 +47,13 @@ def test_a_result_that_is_no_row_of_a_token_cannot_be_put_together() -> None:
         body(ids, torch.arange(12)[None])
         with fgc.PrefillBatch([4, 8], device="cpu") as batch, pytest.raises(fgc.FallbackError, match="requests apart"):
             body(ids, batch.position_ids[None])
+
+
+def test_without_a_batch_such_a_call_runs_as_the_model_itself() -> None:
+    eager, body = Centred(pooled=True).eval(), fgc.compile(Centred(pooled=True).eval(), **OPTIONS)
+    ids, restarting = torch.arange(1, 13)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])
+    with torch.inference_mode():
+        for positions in (torch.arange(12)[None], restarting, restarting):
+            for got, want in zip(body(ids, positions), eager(ids, positions), strict=True):
+                torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    assert fgc.report(body).fallbacks[fgc.Reason.SINGLE_REQUEST] == 2

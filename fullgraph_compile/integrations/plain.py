@@ -47,6 +47,11 @@ class Bound(NamedTuple):
     copied: bool = False
     again: Callable[[dict[str, Any], PrefillBatch | None], Bound] | None = None
 
+    @property
+    def several_padded(self) -> bool:
+        """Whether it is a padded batch of several requests."""
+        return self.padded and self.batch is not None and self.batch.requests > 1
+
 
 @dataclass(frozen=True)
 class AsGiven:

@@ -133,3 +133,24 @@ def test_a_head_over_a_vocabulary_takes_a_packed_batch(name: str, kind: str) -> 
     got, ids = packed_call(model, [3, 1, 5])
     close(got.logits, torch.cat([call(eager, input_ids=x[None]).logits for x in ids], dim=1))
     assert replays(model) == 1
+
+
+def test_a_padded_batch_whose_results_cannot_be_put_together_runs_as_the_model_itself() -> None:
+    # Its own forward picks one row of each request: no rows of tokens, and none of one packed row.
+    model, eager = pair("CLIPText", "Model", bos_token_id=0, eos_token_id=2)
+    for seed, lengths in enumerate(([3, 7, 5], [4, 4], [6, 2])):
+        inputs = padded(lengths, seed=seed)
+        got, want = call(model, **inputs), call(eager, **inputs)
+        close(got.pooler_output, want.pooler_output)
+        rows_equal(got.last_hidden_state, want.last_hidden_state, inputs["attention_mask"])
+        with torch.inference_mode():
+            assert fgc.decision(model, **inputs).reason is Reason.SINGLE_REQUEST
+    assert fallbacks(model) == {Reason.SINGLE_REQUEST: 3}
+    # What was launched in vain was so once, and is no replay.
+    assert replays(model) == 0
+    assert sum(fgc.report(model).dropped.values()) == 3
+    alone = padded([5])
+    close(call(model, **alone).pooler_output, call(eager, **alone).pooler_output)
+    assert replays(model) == 1
+    with fgc.PrefillBatch([3, 4], device="cpu"), pytest.raises(fgc.FallbackError, match="requests apart"):
+        call(model, input_ids=torch.arange(3, 10)[None])
