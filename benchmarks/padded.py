@@ -6,8 +6,9 @@
 
 Random weights of the shapes of Qwen3 (as causal LMs that return the last token's logits) and of all-MiniLM-L6-v2.  A
 time is the median wall time of one call from the padded ids and mask, which are on the device, to the result; inputs
-rotate.  Padding: rows of ``[B, S]`` that are no tokens, beside rows of the bucket that are none.  What is compiled is
-compared with eager first.
+rotate.  Padding: rows of ``[B, S]`` that are no tokens, beside rows of the bucket that are none.  What fgc.compile made
+is compared first: in float32 with eager, else with the same weights in float32, from which it may be no more than 1.1
+times as far as eager is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ from fullgraph_compile.bench.timing import machine, median_ms
 console = Console(width=130)
 ROUTES = ("eager", "full_prefill", "compile", "reduce-overhead")
 MODELS = ("qwen3-0.6b", "qwen3-8b", "minilm")
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+# Of fp32 results; of others, the factor over eager's own distance from fp32, which grows with the layers.
+TOLERANCE, MOST_TO_EAGER = 1e-3, 1.1
+# Inputs of each batch that are compared.
+COMPARED = 2
 
 
 def main() -> None:
@@ -110,6 +114,7 @@ def batch_of(requests: int, name: str, device: torch.device, args: argparse.Name
 def measure(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = build(name, dtype, device, args.layers)
     extra = {} if name == "minilm" else {"logits_to_keep": 1, "use_cache": False}
+    exact = None if dtype == torch.float32 else copy.deepcopy(model).float()
     made = routes(model, args)
     batches = {n: [batch_of(n, name, device, args) for _ in range(8)] for n in args.batches}
     for route, one in made.items():
@@ -120,13 +125,13 @@ def measure(name: str, dtype: torch.dtype, device: torch.device, args: argparse.
                 with torch.inference_mode():
                     return one(**inputs[int(i)], **extra)[0]
 
-            unlike = difference(call, lambda i, of=inputs: model(**of[int(i)], **extra)[0], inputs, name)
-            if unlike > TOLERANCE[dtype]:
-                raise SystemExit(f"{name} by {route} differs from eager by {unlike:.1e} (relative, real rows)")
+            row: dict[str, Any] = {"model": name, "dtype": str(dtype), "route": route, "batch": requests}
+            if route == "full_prefill":
+                row["errors"] = compare(one, model, exact, inputs[:COMPARED], extra, name)
             before = calls_of(one) if route == "full_prefill" else None
             numbers = [torch.tensor(i) for i in range(len(inputs))]
             took = median_ms(call, numbers, device, repeats=args.repeats)
-            row: dict[str, Any] = {"model": name, "dtype": str(dtype), "route": route, "batch": requests, "ms": took}
+            row["ms"] = took
             row["padding"] = 1 - sum(float(x["attention_mask"].float().mean()) for x in inputs) / len(inputs)
             if before is not None:
                 replays, calls, real, padded = (b - a for a, b in zip(before, calls_of(one), strict=True))
@@ -134,20 +139,34 @@ def measure(name: str, dtype: torch.dtype, device: torch.device, args: argparse.
             yield row
 
 
-def difference(
-    call: Callable[[Tensor], Tensor],
-    plain: Callable[[Tensor], Tensor],
+def compare(
+    compiled: nn.Module,
+    eager: nn.Module,
+    exact: nn.Module | None,
     inputs: list[dict[str, Tensor]],
+    extra: dict[str, Any],
     name: str,
-) -> float:
-    """Largest relative L2 difference over the rows that are tokens, which the one row of a left-padded LM is."""
-    worst = 0.0
-    for i, given in enumerate(inputs):
-        at = torch.tensor(i)
-        with torch.inference_mode():
-            want, got = plain(at).float(), call(at).float()
+) -> list[float]:
+    """Largest relative L2 error of what is compiled, and of eager, over the rows that are tokens.
+
+    Raises:
+        SystemExit: it is not right.
+    """
+    worst = [0.0, 0.0]
+    for given in inputs:
+        # The one row of a left-padded LM is a token.
         real = given["attention_mask"].bool() if name == "minilm" else given["attention_mask"][:, -1:].bool()
-        worst = max(worst, float((got - want)[real].norm() / want[real].norm()))
+        with torch.inference_mode():
+            got, plain, want = (
+                None if m is None else m(**given, **extra)[0][real].float() for m in (compiled, eager, exact)
+            )
+        for i, rows in enumerate((got, plain)):
+            assert rows is not None and plain is not None
+            true = plain if want is None else want
+            worst[i] = max(worst[i], float((rows - true).norm() / true.norm()))
+    ours, theirs = worst
+    if ours > (TOLERANCE if exact is None else MOST_TO_EAGER * theirs):
+        raise SystemExit(f"\n{name}, {len(inputs[0]['input_ids'])} rows: {ours:.1e} off, eager {theirs:.1e}")
     return worst
 
 

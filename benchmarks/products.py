@@ -18,9 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-# The down projections of Qwen3-8B, Llama-3.1-8B, Qwen2.5-7B, Qwen3-32B, Qwen3-4B, -1.7B and -0.6B, SmolLM2-135M: rows
-# (features out) x columns.
-SHAPES = ["4096x12288", "4096x14336", "3584x18944", "5120x25600", "2560x9728", "2048x6144", "1024x3072", "576x1536"]
+# Rows (features out) x columns.  Down projections of Qwen3-8B, Llama-3.1-8B, Qwen2.5-7B, Qwen3-32B, Qwen3-4B, -1.7B and
+# -0.6B and SmolLM2-135M; output projections of Qwen3-8B, Qwen2.5-7B, Qwen3-4B, -1.7B and -0.6B; one smaller.
+SHAPES = [
+    "4096x12288", "4096x14336", "3584x18944", "5120x25600", "2560x9728", "2048x6144", "1024x3072", "576x1536",
+    "4096x4096", "3584x3584", "2560x4096", "2048x2048", "1024x2048", "1024x1024",
+]  # fmt: skip
 TOKENS = [8, 16, 32, 64, 128, 192, 256, 512]
 PARTS = [2, 4]
 CALLS, BYTES, BANDWIDTH = 24, 300e6, 4.2e12

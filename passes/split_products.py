@@ -11,10 +11,9 @@ from torch.fx import GraphModule, Node
 from fullgraph_compile.passes.common import copy_graph, value_of
 
 # Measured on an H200 by benchmarks/products.py (docs/performance-log.md): up to so many tokens, products with weights
-# of so many columns to a row take 2 to 24% less in two parts, and 23 to 35% less in four where the weight is small.
-# The sum of the parts is made by the kernel that reads it.
+# of no fewer columns than rows take up to 27% less in two parts, and up to 35% less in four where the weight is small
+# and has twice as many columns.  The sum of the parts is made by the kernel that reads it.
 MOST_TOKENS = 256
-COLUMNS_TO_ROWS = 2
 SMALL_BYTES = 32 << 20
 # Each part starts where the vector loads of a product's kernel can.
 ALIGNED_COLUMNS = 64
@@ -49,8 +48,8 @@ def _parts_of(node: Node) -> int:
     if not all(isinstance(size, int) for size in (*weight.shape, *x.shape[:-2])) or any(s != 1 for s in x.shape[:-2]):
         return 0  # only the token dim may be more than one, or unknown
     rows, columns = weight.shape
-    parts = 4 if rows * columns * weight.element_size() < SMALL_BYTES else 2
-    return parts if columns >= COLUMNS_TO_ROWS * rows and columns % (parts * ALIGNED_COLUMNS) == 0 else 0
+    parts = 4 if columns >= 2 * rows and weight.nbytes < SMALL_BYTES else 2
+    return parts if columns >= rows and columns % (parts * ALIGNED_COLUMNS) == 0 else 0
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any]:

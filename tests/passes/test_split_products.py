@@ -31,8 +31,8 @@ class OnCpu(TorchFunctionMode):
 
 
 def traced(linear: nn.Linear, x: Tensor) -> GraphModule:
-    """The product and a residual, as a piece of a body has them."""
-    return trace(lambda x: linear(x) + x[..., : linear.out_features], x)[0]
+    """The product and what follows it, as a piece of a body has them."""
+    return trace(lambda x: linear(x) + 1, x)[0]
 
 
 def linear_of(rows: int = ROWS, columns: int = COLUMNS, bias: bool = False, dtype: torch.dtype = torch.bfloat16):
@@ -67,7 +67,7 @@ def test_equals_the_whole_product(shape, bias):
         (got,) = split(*arguments(gm, linear, x))
     assert mode.parts == [4]
     exact = x.double() @ linear.weight.double().t() + (linear.bias.double() if bias else 0)
-    want = exact.bfloat16() + x[..., :ROWS]
+    want = exact.bfloat16() + 1
     assert got.dtype == torch.bfloat16 and got.shape == want.shape
     # Rounded once from fp32: off by at most the last bit of the product.
     torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-6)
@@ -78,7 +78,7 @@ def test_equals_the_whole_product(shape, bias):
     ("linear", "x"),
     [
         (linear_of(dtype=torch.float32), torch.zeros(TOKENS, COLUMNS)),  # products in fp32 have other kernels
-        (linear_of(rows=129), torch.zeros(TOKENS, COLUMNS).bfloat16()),  # not twice as many columns as rows
+        (linear_of(rows=257), torch.zeros(TOKENS, COLUMNS).bfloat16()),  # fewer columns than rows
         (linear_of(columns=260), torch.zeros(TOKENS, 260).bfloat16()),  # parts would start off a vector
         (linear_of(), torch.zeros(2, TOKENS, COLUMNS).bfloat16()),  # a batch dim
     ],
@@ -87,9 +87,10 @@ def test_leaves_other_products_whole(linear, x):
     assert split_products(traced(linear, x)) is None
 
 
-def test_large_weights_have_two_parts(monkeypatch):
-    monkeypatch.setattr(module, "SMALL_BYTES", ROWS * COLUMNS * 2)
-    linear, x = linear_of(), torch.randn(TOKENS, COLUMNS).bfloat16()
+@pytest.mark.parametrize(("rows", "small"), [(ROWS, ROWS * COLUMNS * 2), (COLUMNS, 2**20)])
+def test_large_weights_and_square_ones_have_two_parts(monkeypatch, rows, small):
+    monkeypatch.setattr(module, "SMALL_BYTES", small)
+    linear, x = linear_of(rows), torch.randn(TOKENS, COLUMNS).bfloat16()
     gm = traced(linear, x)
     with OnCpu() as mode:
         split_products(gm)(*arguments(gm, linear, x))
