@@ -2,6 +2,7 @@
 
     python benchmarks/host.py                        # 36 small Qwen3 layers, 16 requests; on a GPU the varlen backend
     python benchmarks/host.py --device cpu --calls 300
+    python benchmarks/host.py --device cpu --padded 8    # a BERT with a pooler, 8 sentences and their mask
 
 The device is idle when a call begins, and the call is over when it returns: the result is not waited for.  On a CPU
 the graph is replaced by nothing, so that only the host's own work is left.  Each phase is without those within it.
@@ -29,6 +30,7 @@ from fullgraph_compile.capture import CaptureSet
 from fullgraph_compile.compiled_body import compiled_body
 from fullgraph_compile.graphs.cuda import CudaGraph
 from fullgraph_compile.graphs.tape import Tape
+from fullgraph_compile.integrations.hf_back import Back
 from fullgraph_compile.runner import BodyRunner
 from fullgraph_compile.staging import StaticBuffers
 from fullgraph_compile.tracing import Tracer
@@ -49,6 +51,7 @@ PHASES: list[tuple[str, type, str]] = [
     ("guards, the modes around them", Tracer, "stands"),
     ("guards, in full", Tracer, "holds"),
     ("copies of results", BodyRunner, "owned"),
+    ("the way back to a padded result", Back, "__call__"),
 ]
 REST = "rest"
 
@@ -77,7 +80,7 @@ class Clock:
 
 def main() -> None:
     args = arguments()
-    body, call = build(args)
+    body, call = build_padded(args) if args.padded else build(args)
     for _ in range(20):
         call()
     launch = 0.0
@@ -105,6 +108,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512, help="hidden size on a GPU; 32 on a CPU")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2, help="new tokens of each request")
+    parser.add_argument("--padded", type=int, default=0, help="sentences of a padded call; 0 = a packed call")
     parser.add_argument("--attention", help="default: varlen on a GPU, reference on a CPU")
     parser.add_argument("--calls", type=int, default=1000)
     return parser.parse_args()
@@ -138,6 +142,39 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, Callable[[], Any]]:
             return body(input_ids=ids, position_ids=positions, use_cache=False)
 
     return body, call
+
+
+def build_padded(args: argparse.Namespace) -> tuple[nn.Module, Callable[[], Any]]:
+    """Sentences of 10, 11, 12 ... tokens."""
+    from transformers import BertConfig, BertModel
+
+    cpu = args.device == "cpu"
+    hidden = 32 if cpu else args.hidden
+    config = BertConfig(
+        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=args.layers, num_attention_heads=4,
+        vocab_size=1000,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BertModel(config).to(args.device, torch.float32 if cpu else torch.bfloat16).eval()
+    columns = 9 + args.padded
+    fgc.compile(
+        model,
+        max_tokens=max(64, args.padded * columns),
+        request_slots=args.padded,
+        attention=args.attention or ("reference" if cpu else "varlen"),
+        graphs="tape" if cpu else "cuda",
+        compiler="eager" if cpu else "inductor",
+        strict=True,
+    )
+    ids = torch.randint(1, 1000, (args.padded, columns), device=args.device)
+    mask = (torch.arange(columns) < torch.arange(10, 10 + args.padded)[:, None]).long().to(args.device)
+    types = torch.zeros_like(ids)
+
+    def call() -> Any:
+        with torch.inference_mode():
+            return model(input_ids=ids, attention_mask=mask, token_type_ids=types)
+
+    return model, call
 
 
 def graph_of(body: nn.Module) -> Any:
@@ -190,7 +227,7 @@ def synchronize(args: argparse.Namespace) -> None:
 def machine(args: argparse.Namespace) -> str:
     device = torch.cuda.get_device_name() if args.device != "cpu" else platform.processor() or platform.machine()
     return (
-        f"{args.layers} layers, {args.requests} requests; {device}, torch {torch.__version__}, "
+        f"{args.layers} layers, {args.padded or args.requests} requests; {device}, torch {torch.__version__}, "
         f"Python {platform.python_version()}"
     )
 

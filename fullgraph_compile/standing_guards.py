@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import ast
-import dis
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C import _dynamo
 
-from fullgraph_compile.watching import Watch, attributes_of, contents_of
+from fullgraph_compile.guarded_values import (
+    ATTRIBUTES,
+    BASES,
+    CLASS,
+    CLOSURE,
+    CODE,
+    DEFAULTS,
+    DICTS,
+    UNKNOWN,
+    all_known,
+    dict_of,
+    plain,
+    read,
+    steady,
+)  # fmt: skip
+from fullgraph_compile.watching import Watch
 
 # Not described to type checkers in full.
 dynamo: Any = _dynamo.guards
@@ -23,22 +37,21 @@ _OF_THE_VALUE = (
     dynamo.TYPE_MATCH, dynamo.ID_MATCH, dynamo.EQUALS_MATCH, dynamo.NONE_MATCH, dynamo.NOT_NONE, dynamo.TRUE_MATCH,
     dynamo.FALSE_MATCH, dynamo.DICT_LENGTH, dynamo.DICT_CONTAINS, dynamo.LENGTH_CHECK,
 )  # fmt: skip
-_DICTS = (dict, OrderedDict)
 # What may be on the way to something that is guarded.
-_WATCHED = (*_DICTS, list, tuple, property, types.FunctionType, types.CellType)
+_WATCHED = (*DICTS, list, tuple, property, types.FunctionType, types.CellType)
 _GETATTR = (dynamo.GetAttrGuardAccessor, dynamo.GenericGetAttrGuardAccessor)
-_GETITEM = (dynamo.DictGetItemGuardAccessor, dynamo.ListGetItemGuardAccessor, dynamo.TupleGetItemGuardAccessor)
-# In the place of a value: it is not known, or may change unseen.
-_UNKNOWN = object()
-# In the place of a key.
-_ATTRIBUTES, _CLASS, _BASES, _CODE, _CLOSURE = object(), object(), object(), object(), object()
+_GETITEM = (
+    dynamo.DictGetItemGuardAccessor, dynamo.ListGetItemGuardAccessor, dynamo.TupleGetItemGuardAccessor,
+    dynamo.GetItemGuardAccessor,
+)  # fmt: skip
 _WAYS = {
-    dynamo.GetGenericDictGuardAccessor: _ATTRIBUTES,
-    dynamo.TypeDictGuardAccessor: _ATTRIBUTES,
-    dynamo.TypeGuardAccessor: _CLASS,
-    dynamo.TypeMROGuardAccessor: _BASES,
-    dynamo.CodeGuardAccessor: _CODE,
-    dynamo.ClosureGuardAccessor: _CLOSURE,
+    dynamo.GetGenericDictGuardAccessor: ATTRIBUTES,
+    dynamo.TypeDictGuardAccessor: ATTRIBUTES,
+    dynamo.TypeGuardAccessor: CLASS,
+    dynamo.TypeMROGuardAccessor: BASES,
+    dynamo.CodeGuardAccessor: CODE,
+    dynamo.ClosureGuardAccessor: CLOSURE,
+    dynamo.FuncDefaultsGuardAccessor: DEFAULTS,
 }
 
 
@@ -47,12 +60,14 @@ class StandingGuards:
 
     Most of them walk through the module's tree of attribute dicts down to something that cannot change, such as a
     number or an empty dict of hooks.  As long as each dict on the way is as it was when all guards held, so do those:
-    the dicts are watched instead, and so are lists and configs in them.  All other guards stay, and are asked each
-    time: on globals, classes, functions, tensors, and objects with attributes of another making.
+    the dicts are watched instead, and so are lists and configs in them, classes, functions, and the globals of torch
+    and transformers.  All other guards stay, and are asked each time: on other globals, on tensors, on the state of
+    torch, and on objects with attributes of another making.
 
     Args:
         root: all guards of the trace, which hold now.
         module: what they call ``L['module']``.
+        own_globals: what they call ``G``.
         more: other dicts to watch.
         switching: within it, the module is as it was traced.
         switched: dicts in which it puts something else for its time, and which are as they were whenever this is asked:
@@ -71,11 +86,13 @@ class StandingGuards:
         self,
         root: Any,
         module: nn.Module,
+        own_globals: dict[str, Any],
         more: list[dict[str, Any]],
         switching: Callable[[], AbstractContextManager[None]] = nullcontext,
         switched: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._switched = list(switched)
+        self._globals = own_globals
         # How each watched dict and module is found: from which found before, by which key; and its type.
         self._ways: list[tuple[int, Any, type]] = []
         self._found: list[Any] = []
@@ -85,7 +102,7 @@ class StandingGuards:
             for child in root.get_child_managers():
                 # The arguments are those of the traced call, each time.
                 if child.get_source() != "L['kwargs']":
-                    self._keep(child, module if child.get_source() == "L['module']" else _UNKNOWN, -1, None)
+                    self._keep(child, self._root(module, child.get_source()), -1, child.get_source())
         self._of_classes.clear()
         kept = self._kept
         self.rest = root.clone_manager(lambda node: node.get_source() in kept)
@@ -93,6 +110,9 @@ class StandingGuards:
             raise ValueError("the guards cannot be cloned")
         self.asked = len(kept)
         self._watch(more)
+
+    def _root(self, module: nn.Module, name: str) -> Any:
+        return module if name == "L['module']" else self._globals if name == "G" else UNKNOWN
 
     def again(self, module: nn.Module, more: list[dict[str, Any]]) -> None:
         """Watch from now on what the module holds now, for which all guards must then be asked.
@@ -102,10 +122,7 @@ class StandingGuards:
         """
         found: list[Any] = []
         for parent, key, kind in self._ways:
-            if parent < 0:
-                value: Any = module
-            else:
-                value = _read(found[parent], key)
+            value = self._root(module, key) if parent < 0 else read(found[parent], key)
             if type(value) is not kind:
                 raise ValueError(f"a {type(value).__name__} is where a {kind.__name__} was")
             found.append(value)
@@ -114,15 +131,15 @@ class StandingGuards:
 
     def _watch(self, more: list[dict[str, Any]]) -> None:
         found = {id(v): v for v in self._found}.values()
-        objects = [v for v in found if _plain(v)]
+        objects = [v for v in found if plain(v)]
         # Of an object that is no module, more is set than the guards read, so it is compared.
         compared: list[Any] = [*self._switched, *(vars(v) for v in objects if not isinstance(v, nn.Module))]
         compared += [v for v in found if type(v) is list]
         looked_through = set(map(id, compared))
-        classes = [v for v in found if isinstance(v, type)]
-        classes += [cls for v in objects if _all_known(v) for cls in type(v).__mro__]
+        classes = [cls for v in found if isinstance(v, type) for cls in v.__mro__]
+        classes += [cls for v in objects if all_known(v) for cls in type(v).__mro__]
         self.watch = Watch(
-            [*more, *(v for v in found if type(v) in _DICTS and id(v) not in looked_through)],
+            [*more, *(d for v in found if (d := dict_of(v)) is not None and id(d) not in looked_through)],
             objects,
             compared,
             [v for v in found if isinstance(v, types.FunctionType)],
@@ -137,24 +154,31 @@ class StandingGuards:
 
         Args:
             value: what the node is about, if watched dicts are all that leads to it.
-            parent: where in ``_found`` the dict or the module is that it was read from.
-            key: by which key.
+            parent: where in ``_found`` the dict or the module is that it was read from; -1 = it is where guards begin.
+            key: by which key; or the name of where they begin.
 
         Returns:
             Whether anything must be asked.
         """
         if type(value) is not node.get_type_of_guarded_value():
-            value = _UNKNOWN
+            value = UNKNOWN
         at = len(self._found)
-        if type(value) in _WATCHED or isinstance(value, type) or _plain(value):
+        guards, leads_on = node.get_leaf_guards(), bool(node.get_child_managers())
+        of_identity = bool(guards) and all(isinstance(guard, dynamo.ID_MATCH) for guard in guards)
+        if of_identity and not leads_on and not isinstance(node, dynamo.DictGuardManager):
+            # Whatever it is, it is the same object as long as what led to it is as it was.
+            if value is UNKNOWN:
+                self._kept.add(node.get_source())
+            return value is UNKNOWN
+        if type(value) in _WATCHED or plain(value) or (leads_on and (isinstance(value, type) or steady(value))):
             self._ways.append((parent, key, type(value)))
             self._found.append(value)
-        elif isinstance(value, Tensor) or not (node.is_guarded_value_immutable() or type(value) is types.CodeType):
-            value = _UNKNOWN
-        known = (*_OF_THE_VALUE, dynamo.NO_HASATTR) if _all_known(value) else _OF_THE_VALUE
-        kept = value is _UNKNOWN or not all(isinstance(guard, known) for guard in node.get_leaf_guards())
+        elif leads_on or isinstance(value, Tensor) or not _stays(node, value):
+            value = UNKNOWN
+        known = (*_OF_THE_VALUE, dynamo.NO_HASATTR) if all_known(value) else _OF_THE_VALUE
+        kept = value is UNKNOWN or not all(isinstance(guard, known) for guard in guards)
         for below, way, child in _below(node, value):
-            if way is _CLASS and isinstance(value, nn.Module):
+            if way is CLASS and isinstance(value, nn.Module):
                 # What is asked of a class need not be asked again at each module of that class.
                 question = type(value), _described(child, child.get_source())
                 if question in self._of_classes:
@@ -172,17 +196,18 @@ def _below(node: Any, value: Any) -> Iterator[tuple[Any, Any, Any]]:
         # By place.  A plain dict cannot change its order without changing its keys.
         items = list(value.items()) if type(value) is dict else []
         for place, (key, item) in node.get_key_value_managers().items():
-            known = items[place] if place < len(items) else (_UNKNOWN, _UNKNOWN)
+            known = items[place] if place < len(items) else (UNKNOWN, UNKNOWN)
             if key is not None:
-                yield known[0] if isinstance(known[0], str) else _UNKNOWN, None, key
+                yield known[0] if isinstance(known[0], str) else UNKNOWN, None, key
             if item is not None:
                 yield known[1], known[0], item
         return
     for accessor, child in zip(node.get_accessors(), node.get_child_managers(), strict=True):
         key = _key(accessor, value)
-        below = _UNKNOWN if value is _UNKNOWN else _read(value, key)
-        if below is not _UNKNOWN and isinstance(accessor, _GETATTR) and getattr(value, key, _UNKNOWN) is not below:
-            below = _UNKNOWN
+        below = UNKNOWN if value is UNKNOWN else read(value, key)
+        by_name = isinstance(accessor, _GETATTR) and isinstance(key, str)
+        if below is not UNKNOWN and by_name and getattr(value, key, UNKNOWN) is not below:
+            below = UNKNOWN
         yield below, key, child
 
 
@@ -194,74 +219,16 @@ def _key(accessor: Any, value: Any) -> Any:
     inner = accessor.repr().partition("(")[2].rpartition(")")[0]
     if isinstance(accessor, _GETATTR):
         # Methods of a module are not its attributes.
-        return _UNKNOWN if isinstance(value, nn.Module) else inner
+        return inner if not isinstance(value, nn.Module) else CLASS if inner == "__class__" else UNKNOWN
     try:
-        return ast.literal_eval(inner) if isinstance(accessor, _GETITEM) else _UNKNOWN
+        return ast.literal_eval(inner) if isinstance(accessor, _GETITEM) else UNKNOWN
     except (SyntaxError, ValueError):
-        return _UNKNOWN
+        return UNKNOWN
 
 
-def _read(value: Any, key: Any) -> Any:
-    """What a key leads to, if nothing but what is watched is read for it."""
-    if key is _CLASS:
-        return type(value) if _plain(value) else _UNKNOWN
-    if key is _ATTRIBUTES:
-        return vars(value) if _plain(value) else attributes_of(value) if isinstance(value, type) else _UNKNOWN
-    if key is _BASES:
-        return value.__mro__ if isinstance(value, type) else _UNKNOWN
-    if key is _CODE:
-        return value.__code__ if type(value) is types.FunctionType else _UNKNOWN
-    if key is _CLOSURE:
-        return value.__closure__ if type(value) is types.FunctionType else _UNKNOWN
-    if type(value) is types.CellType:
-        return contents_of(value) if key == "cell_contents" else _UNKNOWN
-    if type(value) in (list, tuple):
-        return value[key] if isinstance(key, int) and -len(value) <= key < len(value) else _UNKNOWN
-    if type(value) is property:
-        return value.fget if key == "fget" else _UNKNOWN
-    if isinstance(value, type):
-        value = attributes_of(value)
-    elif _plain(value):
-        if key == "__dict__":
-            return vars(value)
-        key = _renamed(value, key)
-        if isinstance(key, str) and key not in vars(value) and _all_known(value):
-            return _of_class(type(value), key)
-        value = vars(value)
-    return value.get(key, _UNKNOWN) if type(value) in _DICTS and isinstance(key, (str, int)) else _UNKNOWN
-
-
-def _of_class(cls: type, name: str) -> Any:
-    """A class's attribute, if it is the same for each object that reads it."""
-    found = next((attributes_of(c)[name] for c in cls.__mro__ if name in c.__dict__), _UNKNOWN)
-    return _UNKNOWN if hasattr(type(found), "__get__") else found
-
-
-def _renamed(value: Any, name: Any) -> Any:
-    """The attribute that a property which is ``return self.attribute``, and nothing else, stands for."""
-    found = getattr(type(value), name, None) if isinstance(name, str) else None
-    if not isinstance(found, property) or not isinstance(found.fget, types.FunctionType):
-        return name
-    steps = [step for step in dis.get_instructions(found.fget) if step.opname not in ("RESUME", "CACHE")]
-    simple = [step.opname for step in steps] == ["LOAD_FAST", "LOAD_ATTR", "RETURN_VALUE"]
-    return steps[1].argval if simple else _UNKNOWN
-
-
-def _all_known(value: Any) -> bool:
-    """Whether what attributes an object lacks, too, is told by its ``__dict__`` and its classes."""
-    return _plain(value) and not isinstance(value, nn.Module) and not hasattr(type(value), "__getattr__")
-
-
-def _plain(value: Any) -> bool:
-    """Whether reading an attribute that an object has itself reads nothing but its ``__dict__`` and its class."""
-    if isinstance(value, nn.Module):
-        return True
-    kind = type(value)
-    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or kind.__dictoffset__ == 0:
-        return False
-    reads = kind.__getattribute__  # a method of the class, or of one of its bases
-    # That of a config translates names by a table of its class.
-    return reads is object.__getattribute__ or str(getattr(reads, "__module__", "")).startswith("transformers.")
+def _stays(node: Any, value: Any) -> bool:
+    """Whether a value that nothing is read of is the same as long as it is the same object."""
+    return node.is_guarded_value_immutable() or isinstance(value, (type, types.CodeType, torch.dtype))
 
 
 def _described(node: Any, base: str) -> Any:
@@ -270,5 +237,5 @@ def _described(node: Any, base: str) -> Any:
         (type(guard).__name__, *(part.partition("  # ")[0].replace(base, "") for part in guard.verbose_code_parts()))
         for guard in node.get_leaf_guards()
     )
-    below = [child for _, _, child in _below(node, _UNKNOWN)]
+    below = [child for _, _, child in _below(node, UNKNOWN)]
     return node.get_source().replace(base, ""), asked, tuple(_described(child, base) for child in below)

@@ -170,7 +170,7 @@ class Tracer:
             variant.lasting = self.holds(variant)
             variant.direct = variant.direct and variant.lasting
         if variant.direct:
-            variant.stand(self.integration.attention, self.integration.switched)
+            variant.stand(body.__globals__, self.integration)
             if not self.stands(variant):
                 variant.standing = None
         return variant, result

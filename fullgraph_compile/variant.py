@@ -6,7 +6,6 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +17,7 @@ from fullgraph_compile.arguments import Arguments
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.class_functions import ClassFunctions
+from fullgraph_compile.integrations.plain import PlainModule
 from fullgraph_compile.report import log
 from fullgraph_compile.results import Result
 from fullgraph_compile.standing_guards import StandingGuards
@@ -221,21 +221,21 @@ class Variant:
 
     MOST_PAUSE: ClassVar[int] = 255
 
-    def stand(
-        self, switching: Callable[[], AbstractContextManager[None]], switched: Sequence[dict[str, Any]] = ()
-    ) -> None:
+    def stand(self, own_globals: dict[str, Any], integration: PlainModule) -> None:
         """Begin to watch for changes, where this Python and this torch let it be.  All guards must hold.
 
         Args:
-            switching: within it, the module is as it was traced.
-            switched: dicts of the module that this changes, and leaves as they were.
+            own_globals: of the function that was traced.
+            integration: what knows the module, and switches its attention for the trace.
         """
         module, entry = self.module(), self._guards()
         if not WORKS or module is None or entry is None:
             return
         self._locals = {"module": module, "kwargs": self.sample}
         try:
-            self.standing = StandingGuards(entry.guard_manager.root, module, self._slots(), switching, switched)
+            root = entry.guard_manager.root
+            switching, switched = integration.attention, integration.switched
+            self.standing = StandingGuards(root, module, own_globals, self._slots(), switching, switched)
         except Exception as error:  # Dynamo's guards are nobody's interface
             log.debug("changes of %s cannot be watched: %s", type(module).__name__, error)
             return

@@ -30,7 +30,7 @@ class Watch:
         dicts: plain or ordered dicts.
         objects: any that have a ``__dict__``.
         compared: dicts and lists that are looked through at each asking, so that a change that was undone is none.
-        functions: other code in one of these is seen.
+        functions: other code in one of these is seen, and other defaults.
         classes: an attribute of one of these that was added, removed or replaced is seen, and other bases.
         cells: other contents of one of these, which functions close over, are seen.
 
@@ -50,12 +50,16 @@ class Watch:
         objects, functions, classes, cells = list(objects), list(functions), list(classes), list(cells)
         # Each with what it has now.
         self._code = functions, list(map(_code_of, functions))
+        self._defaults = functions, list(map(_defaults_of, functions))
         self._bases = classes, list(map(_bases_of, classes))
         self._contents = cells, list(map(contents_of, cells))
-        self._compared = [(c, list(c), list(c.values()) if isinstance(c, dict) else list(c)) for c in compared]
+        compared = list(compared)
+        self._lists = [(c, list(c)) for c in compared if isinstance(c, list)]
+        self._dicts = [(c, list(c), list(c.values())) for c in compared if isinstance(c, dict)]
+        self._states = self._of_dicts()
         own = [vars(o) for o in objects]
         self._alive = [*objects, *own, *dicts, *map(attributes_of, classes)]
-        looked_through = {id(c) for c, _, _ in self._compared}
+        looked_through = {id(c) for c, _, _ in self._dicts}
         words = {id(d) + _VERSION for d in self._alive[len(objects) :] if id(d) not in looked_through}
         for obj, attributes in zip(objects, own, strict=True):
             at = id(obj) + (_MANAGED_DICT if type(obj).__dictoffset__ < 0 else type(obj).__dictoffset__)
@@ -67,20 +71,31 @@ class Watch:
     def same(self) -> bool:
         """Whether nothing has changed."""
         for read, (owners, then) in (
-            (_code_of, self._code), (_bases_of, self._bases), (contents_of, self._contents),
+            (_code_of, self._code), (_defaults_of, self._defaults), (_bases_of, self._bases),
+            (contents_of, self._contents),
         ):  # fmt: skip
             if not all(map(operator.is_, map(read, owners), then)):
                 return False
-        for now, keys, values in self._compared:
-            items = now.values() if isinstance(now, dict) else now
-            if len(now) != len(keys) or not all(map(operator.is_, items, values)):
+        for items, before in self._lists:
+            if len(items) != len(before) or not all(map(operator.is_, items, before)):
                 return False
-            if isinstance(now, dict) and not all(map(operator.is_, now, keys)):
-                return False
+        if not self._states.same():
+            states = self._of_dicts()
+            for now, keys, values in self._dicts:
+                if len(now) != len(keys) or not all(map(operator.is_, now.values(), values)):
+                    return False
+                if not all(map(operator.is_, now, keys)):
+                    return False
+            self._states = states  # what was changed was changed back
         return self._words.same()
+
+    def _of_dicts(self) -> Words:
+        """The states of the dicts that are compared: as long as they are in these, they need not be looked through."""
+        return Words(id(d) + _VERSION for d, _, _ in self._dicts)
 
 
 _code_of = operator.attrgetter("__code__")
+_defaults_of = operator.attrgetter("__defaults__")
 _bases_of = operator.attrgetter("__mro__")
 _EMPTY = object()
 

@@ -95,6 +95,31 @@ def test_what_is_watched_stays_alive() -> None:
     assert hooks in {id(o) for o in watched._alive}
 
 
+def test_what_is_compared_may_change_and_change_back() -> None:
+    kept = object()
+    values, items = {"a": kept, "b": 2}, [kept]
+    watched = Watch([], compared=[values, items])
+    for _ in range(2):
+        values["a"], items[0] = None, None
+        assert not watched.same()
+        items[0] = kept
+        assert not watched.same()
+        values["a"] = kept
+        assert watched.same() and watched.same()
+    values["c"] = 3
+    assert not watched.same()
+
+
+def test_other_defaults_of_a_function_are_seen() -> None:
+    def function(x: int = 1) -> int:
+        return x
+
+    watched = Watch([], functions=[function])
+    assert watched.same()
+    function.__defaults__ = (2,)
+    assert not watched.same()
+
+
 def test_other_contents_of_a_cell_are_seen() -> None:
     number = 1
 
