@@ -147,11 +147,13 @@ def test_a_change_outside_of_the_module_is_followed(monkeypatch: pytest.MonkeyPa
         "a property of an object's class": lambda: monkeypatch.setattr(Settings, "called", property(lambda self: 5.0)),
         "the code of a function": lambda: setattr(scaled, "__code__", negative.__code__),
         "the code back": lambda: setattr(scaled, "__code__", code),
-        "the defaults of a function": lambda: setattr(scaled, "__defaults__", (0.3,)),
-        "the defaults back": lambda: setattr(scaled, "__defaults__", (1.0,)),
         "what a function closes over": lambda: setattr(held, "cell_contents", 0.6),
         "what it closes over back": lambda: setattr(held, "cell_contents", 1.05),
     }
+    if torch.__version__ >= (2, 12):
+        # The Dynamo of torch 2.11 puts no guard on defaults: a plain torch.compile does not follow them either.
+        changes["the defaults of a function"] = lambda: setattr(scaled, "__defaults__", (0.3,))
+        changes["the defaults back"] = lambda: setattr(scaled, "__defaults__", (1.0,))
     for name, change in changes.items():
         before = run(eager, 7)
         change()
