@@ -125,7 +125,7 @@ def _as_it_is(
     call: Callable[..., Any] = gm.forward
     if not unsafe:
         try:
-            call = compile_piece(copy_graph(gm), examples, options.compiler)
+            call = compile_piece(copy_graph(gm), examples, options.compiler, captured=False)
         except TraceAgain:
             raise
         except Exception as error:

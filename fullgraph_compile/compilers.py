@@ -51,7 +51,7 @@ def cache_hits() -> int:
     return int(counters["inductor"]["fxgraph_cache_hit"])
 
 
-def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str) -> Compiled:
+def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str, *, captured: bool = True) -> Compiled:
     """Compile one piece once, symbolically, with an inference-only pipeline.
 
     Must be called inside the backend call, where Dynamo's tracing context lives.
@@ -60,6 +60,7 @@ def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str) -> Co
         gm: a graph that returns a tuple.
         examples: its fake inputs; sizes are SymInts.
         compiler: "inductor", "aot_eager" or "eager".
+        captured: whether it is a part of graphs, for which it may be compiled more than once.
     """
     if compiler == "eager":
         return gm.forward
@@ -69,9 +70,11 @@ def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str) -> Co
             from torch._functorch.aot_autograd import aot_module_simplified
 
             return aot_module_simplified(gm, list(examples), fw_compiler=nop, inference_compiler=nop)
-        if any(free_unbacked_symbols(e) for e in examples if isinstance(e, (Tensor, torch.SymInt))):
-            return _inductor_by_size(gm, examples)
-        return _inductor(gm, examples)
+        at = _token_count_at(examples) if captured and _on_gpu(examples) else None
+        # Before the compiler changes the graph.
+        split = None if at is None else split_products(gm)
+        compiled = _inductor_of(gm, examples)
+        return compiled if split is None or at is None else _for_few(split, examples, at, compiled)
 
 
 def _inductor(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
@@ -81,26 +84,41 @@ def _inductor(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
     return cast(Compiled, compile_fx(gm, list(examples), config_patches={"triton.cudagraphs": False}))
 
 
-def _inductor_by_size(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
-    """Compile with an unbacked token count; once more for few tokens, where those take other products."""
-    # Before the compiler changes the graph.
-    split = split_products(gm) if any(isinstance(e, Tensor) and e.is_cuda for e in examples) else None
-    compiled = _inductor_backed(gm, examples)
-    if split is None:
-        return compiled
+def _inductor_of(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
+    unbacked = any(free_unbacked_symbols(e) for e in examples if isinstance(e, (Tensor, torch.SymInt)))
+    return _inductor_backed(gm, examples) if unbacked else _inductor(gm, examples)
+
+
+def _for_few(split: GraphModule, examples: Sequence[Any], at: int, others: Compiled) -> Compiled:
+    """Compile once more, for few tokens, with the products that those take.
+
+    Args:
+        at: which input is the token count.
+        others: what runs for more.
+    """
     try:
-        compiled_split = _inductor_backed(split, examples, hint=FEW_HINT)
+        few = _inductor_backed(split, examples, hint=FEW_HINT)
     except TraceAgain:
         raise
     except Exception as error:
         log.info("products of few tokens stay whole: %r", error)
-        return compiled
-    at = _token_count_at(examples)
-    return lambda *args: (compiled_split if args[at] <= MOST_TOKENS else compiled)(*args)
+        return others
+    return lambda *args: (few if args[at] <= MOST_TOKENS else others)(*args)
 
 
-def _token_count_at(examples: Sequence[Any]) -> int:
-    return next(i for i, e in enumerate(examples) if isinstance(e, torch.SymInt))
+def _on_gpu(examples: Sequence[Any]) -> bool:
+    return any(isinstance(e, Tensor) and e.is_cuda for e in examples)
+
+
+def _token_count_at(examples: Sequence[Any]) -> int | None:
+    """The input that is the token count; None where sizes follow from none, or from more than one."""
+    sizes: list[Any] = [e for e in examples if isinstance(e, torch.SymInt)]
+    sizes += [n for e in examples if isinstance(e, Tensor) for n in e.shape if isinstance(n, torch.SymInt)]
+    symbols = {symbol for n in sizes for symbol in n.node.expr.free_symbols}
+    for i, e in enumerate(examples):
+        if isinstance(e, torch.SymInt) and {e.node.expr} == symbols:
+            return i
+    return None
 
 
 def _inductor_backed(gm: GraphModule, examples: Sequence[Any], hint: int = HINT) -> Compiled:
@@ -131,7 +149,7 @@ def _inductor_backed(gm: GraphModule, examples: Sequence[Any], hint: int = HINT)
         ]
     with tracing(TracingContext(mode)):
         compiled = _inductor(gm, backed)
-    at = _token_count_at(examples)
+    at = next(i for i, e in enumerate(examples) if isinstance(e, torch.SymInt))
     guards = [g.expr for g in env.guards]
     holds: dict[int, bool] = {}
 

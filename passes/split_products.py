@@ -13,7 +13,7 @@ from fullgraph_compile.passes.common import copy_graph, value_of
 # Measured on an H200 by benchmarks/products.py (docs/performance-log.md): up to so many tokens, products with weights
 # of no fewer columns than rows take up to 27% less in two parts, and up to 35% less in four where the weight is small
 # and has twice as many columns.  The sum of the parts is made by the kernel that reads it.
-MOST_TOKENS = 256
+MOST_TOKENS = 128
 SMALL_BYTES = 32 << 20
 # Each part starts where the vector loads of a product's kernel can.
 ALIGNED_COLUMNS = 64
