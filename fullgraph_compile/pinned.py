@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,30 +29,99 @@ class Lengths:
         return view
 
 
-class PinnedRing:
-    """Copies int32 words from the host to a device without waiting for it.
+class PinnedBlock:
+    """One piece of pinned memory.
 
-    The host runs ahead of the device by many calls, so each pinned block is written again only after the copy that
-    read it has finished.
+    Attributes:
+        bytes: all of it, uint8.
     """
 
-    BLOCKS = 16
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
+
+    @cached_property
+    def words(self) -> Lengths:
+        """The same as int32."""
+        return Lengths(self.bytes.view(torch.int32))
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """The same as an array of int32."""
+        return self.bytes.view(torch.int32).numpy()
+
+
+class PinnedRing:
+    """Blocks that the host writes and a device copies from, in turn, without a wait.
+
+    The host runs ahead of the device by many calls, so a block is written again only after the copy that read it has
+    finished.  The blocks have two halves, each with one event: a record and a wait take longer than a small copy.
+
+    Calls may be on several streams if each waits for the one before: an event is recorded on the last of them.
+
+    Args:
+        device: a CUDA device.
+        blocks: how many, even; the host may be ahead by half of them.
+    """
+
+    def __init__(self, device: torch.device, blocks: int = 16) -> None:
+        self.device = device
+        self._half = blocks // 2
+        self._blocks: list[PinnedBlock] = []
+        self._events: list[Any] = []
+        self._size = 0
+        self._turn = -1
+
+    def reserve(self, size: int) -> None:
+        """Have blocks of at least ``size`` bytes.
+
+        Pinning memory waits for the device, so this comes before the first call.
+        """
+        if size <= self._size:
+            return
+        self.wait()
+        self._size = max(4096, 1 << (size - 1).bit_length())
+        self._blocks = [PinnedBlock(self._new_memory(self._size)) for _ in range(2 * self._half)]
+        self._events = [self._new_event() for _ in range(2)]
+        self._turn = -1
+
+    def take(self) -> PinnedBlock:
+        """A block to write.  The copy that reads it must be on the current stream before the next one is taken."""
+        self._turn = (self._turn + 1) % len(self._blocks)
+        if self._turn % self._half == 0:
+            entered = self._turn // self._half
+            self._record(self._events[1 - entered])
+            self._events[entered].synchronize()
+        return self._blocks[self._turn]
+
+    def wait(self) -> None:
+        """Wait until every copy has finished."""
+        if self._blocks:
+            last = self._events[self._turn // self._half]
+            self._record(last)
+            last.synchronize()
+
+    def _new_memory(self, size: int) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def _new_event(self) -> Any:
+        return torch.cuda.Event()
+
+    def _record(self, event: Any) -> None:
+        event.record(torch.cuda.current_stream(self.device))
+
+
+class WordCopier:
+    """Copies int32 words from the host to a device without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Each with its words as an array, and what tells that its last copy has finished.
-        self._blocks: list[tuple[Lengths, np.ndarray, torch.cuda.Event]] = []
-        self._size = 0
-        self._turn = 0
+        self._ring = PinnedRing(device)
 
     def reserve(self, words: int) -> None:
         """Make room for copies of so many words, so that no later call pins memory, which waits."""
-        if self.device.type == "cuda" and words > self._size:
-            self.wait()
-            self._size = max(words, 256)
-            with torch.inference_mode(False):
-                pinned = [torch.empty(self._size, dtype=torch.int32, pin_memory=True) for _ in range(self.BLOCKS)]
-                self._blocks = [(Lengths(block), block.numpy(), torch.cuda.Event()) for block in pinned]
+        if self.device.type == "cuda":
+            self._ring.reserve(4 * words)
 
     def copy(self, words: np.ndarray, to: Tensor) -> None:
         """Copy ``words`` to a contiguous int32 tensor of their size, on the current stream."""
@@ -57,14 +129,6 @@ class PinnedRing:
             to.copy_(torch.from_numpy(words))
             return
         self.reserve(len(words))
-        self._turn = (self._turn + 1) % self.BLOCKS
-        pinned, array, event = self._blocks[self._turn]
-        event.synchronize()
-        array[: len(words)] = words
-        to.copy_(pinned.first(len(words)), non_blocking=True)
-        event.record()
-
-    def wait(self) -> None:
-        """Wait until every copy has finished."""
-        for _, _, event in self._blocks:
-            event.synchronize()
+        block = self._ring.take()
+        block.array[: len(words)] = words
+        to.copy_(block.words.first(len(words)), non_blocking=True)

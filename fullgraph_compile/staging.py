@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
-from fullgraph_compile.pinned import Lengths, PinnedRing
+from fullgraph_compile.pinned import Lengths, WordCopier
 
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
@@ -171,8 +171,8 @@ class StaticBuffers:
         with torch.inference_mode(False):
             self._block = torch.zeros(size, dtype=torch.int32, device=device)
         self.staged: StaticBatch | None = None  # of the bucket that the shared block is laid out for
-        self._ring = PinnedRing(device)
-        self._ring.reserve(size)
+        self._copier = WordCopier(device)
+        self._copier.reserve(size)
         self._dirty = 0  # rows of the page table that hold what the last call staged
         self._buckets: dict[int, tuple[_Layout, Lengths, StaticBatch]] = {}
         for layout in layouts:
@@ -198,11 +198,11 @@ class StaticBuffers:
             )
         if poison is not None:
             words = _poisoned(layout, static, poison)
-            self._ring.copy(words, block.first(len(words)))
+            self._copier.copy(words, block.first(len(words)))
             self._dirty = max(self._dirty, layout.slots)
         rows = max(batch.requests, min(self._dirty, layout.slots)) if layout.page_size else 0
         words = layout.pack(batch, rows)
-        self._ring.copy(words, block.first(len(words)))
+        self._copier.copy(words, block.first(len(words)))
         # Rows past the slots of this bucket stay as a larger one left them.
         self._dirty = max(batch.requests, self._dirty) if self._dirty > layout.slots else batch.requests
         self.staged = static
@@ -214,14 +214,14 @@ class ExactBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._ring = PinnedRing(device)
+        self._copier = WordCopier(device)
 
     def stage(self, batch: PrefillBatch) -> StaticBatch:
         """Metadata of a batch, on the current stream, without waiting."""
         page_size = 0 if batch.cache is None else batch.cache.page_size
         layout = _Layout(batch.tokens, batch.requests, max(1, batch.longest), page_size)
         block = torch.empty(layout.size, dtype=torch.int32, device=self.device)
-        self._ring.copy(layout.pack(batch, batch.requests), block)
+        self._copier.copy(layout.pack(batch, batch.requests), block)
         return _static(layout, block, max(2, *batch.new_tokens), batch.cache)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.integrations.sglang import host_plan
+from fullgraph_compile.pinned import PinnedRing
 
 SLOTS = 4
 
@@ -93,7 +94,8 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashInferAttnBackend
         def synchronize(self) -> None: ...
         def record(self) -> None: ...
 
-    monkeypatch.setattr(host_plan._Blocks, "_new_event", lambda self: Event())
+    monkeypatch.setattr(PinnedRing, "_new_event", lambda self: Event())
+    monkeypatch.setattr(PinnedRing, "_record", lambda self, event: event.record())
     monkeypatch.setattr(host_plan, "planner_arguments", lambda split: (-1, not split, 0))
     attention = FlashInferAttnBackend()
     assert host_plan.install(attention, SimpleNamespace()) is None
@@ -206,7 +208,8 @@ class Gather:
 @pytest.fixture
 def in_graph(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The attention backend, and a runner whose "graph" of a bucket is what it ran at the capture."""
-    monkeypatch.setattr(host_plan._Blocks, "_new_event", lambda self: SimpleNamespace(synchronize=int, record=int))
+    monkeypatch.setattr(PinnedRing, "_new_event", lambda self: SimpleNamespace(synchronize=int, record=int))
+    monkeypatch.setattr(PinnedRing, "_record", lambda self, event: event.record())
     monkeypatch.setattr(host_plan, "planner_arguments", lambda split: (-1, not split, 0))
     monkeypatch.setattr(sys.modules[__name__], "create_flashinfer_kv_indices_triton", Gather(), raising=False)
     attention: Any = FlashInferAttnBackend()

@@ -21,7 +21,6 @@ from fullgraph_compile.attention.flashinfer_plan import (
     FloatWorkspaces,
     HostOffsets,
     PageTables,
-    PinnedBlocks,
     Plan,
     PlanKey,
     on_device,
@@ -31,6 +30,7 @@ from fullgraph_compile.attention.real_rows import PerCall, RealRows
 from fullgraph_compile.attention.reasons import equal_sizes, no_dtype, too_old
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.ops import AttentionSite
+from fullgraph_compile.pinned import PinnedRing
 
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -75,7 +75,7 @@ class FlashInferAttention(AttentionBackend):
     def __init__(self) -> None:
         self._calls: PerCall[_Call] = PerCall()
         self._floats: dict[torch.device, FloatWorkspaces] = {}
-        self._blocks: dict[torch.device, PinnedBlocks] = {}
+        self._rings: dict[torch.device, PinnedRing] = {}
 
     # -- what it can do ------------------------------------------------------------------------------------------
 
@@ -130,12 +130,12 @@ class FlashInferAttention(AttentionBackend):
 
     def _make_plans(self, call: _Call, static: StaticBatch, host: HostOffsets, device: torch.device) -> None:
         floats = self._floats.setdefault(device, FloatWorkspaces(device))
-        blocks = self._blocks.setdefault(device, PinnedBlocks(device))
+        ring = self._rings.setdefault(device, PinnedRing(device))
         more = planner_arguments(split=not self.disable_split_kv)
         keys = dict.fromkeys(PlanKey.of(site, self._kernels_for(site, device), static) for site in call.sites)
         for key in keys.keys() - call.plans.keys():  # a graph may know the others
             module = load_module(key)
-            call.plans[key] = Plan(key, module, more, static, host, graph=call.graph, floats=floats, blocks=blocks)
+            call.plans[key] = Plan(key, module, more, static, host, graph=call.graph, floats=floats, ring=ring)
 
     # -- running -------------------------------------------------------------------------------------------------
 

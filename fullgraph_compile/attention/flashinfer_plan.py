@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.ops import AttentionSite
+from fullgraph_compile.pinned import PinnedRing
 
 # Offsets into the work lists are int32.
 _MOST_KEYS = 2**31 - 1
@@ -90,47 +91,6 @@ class HostOffsets:
 
 def _int32(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-class PinnedBlocks:
-    """Pinned memory that plans write and the device copies from.
-
-    The host runs ahead of the device by many calls, so each block is written again only after the copy that read it
-    has finished.
-    """
-
-    BLOCKS = 16
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._blocks: list[tuple[Tensor, Any]] = []
-        self._turn = 0
-
-    def reserve(self, size: int) -> None:
-        """Make blocks of at least ``size`` bytes.  Pinning memory waits for the device, so this comes before the first
-        call."""
-        if self._blocks and self._blocks[0][0].numel() >= size:
-            return
-        for _, event in self._blocks:
-            event.synchronize()
-        size = max(4096, 1 << (size - 1).bit_length())
-        self._blocks = [(self._new_block(size), self._new_event()) for _ in range(self.BLOCKS)]
-
-    @contextmanager
-    def next(self) -> Iterator[Tensor]:
-        """A block to write; the copy that reads it must be on the current stream when the context is left."""
-        self._turn = (self._turn + 1) % self.BLOCKS
-        block, event = self._blocks[self._turn]
-        event.synchronize()
-        yield block
-        event.record()
-
-    def _new_block(self, size: int) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-
-    def _new_event(self) -> Any:
-        return torch.cuda.Event()
 
 
 class FloatWorkspaces:
@@ -216,25 +176,24 @@ class Plan:
 
     def __init__(
         self, key: PlanKey, module: Any, more: tuple[Any, ...], static: StaticBatch, host: HostOffsets, *, graph: bool,
-        floats: FloatWorkspaces, blocks: PinnedBlocks,
+        floats: FloatWorkspaces, ring: PinnedRing,
     ) -> None:  # fmt: skip
         self.key, self.module, self.graph = key, module, graph
         self._more = more if key.kernels == "fa2" else ()
         self._tokens = static.tokens
-        self._blocks = blocks
+        self._ring = ring
         refuse_in_capture(floats.device, "a plan would have to be made")
         float_bytes, int_bytes = self._sizes(host, floats)
         self.floats = floats.of(float_bytes)
         with torch.inference_mode(False):
             self.ints = torch.empty(int_bytes, dtype=torch.uint8, device=floats.device)
-        blocks.reserve(int_bytes)
+        ring.reserve(int_bytes)
         self.info: Any = None
         self._fixed: list[int] | None = None
 
     def update(self, host: HostOffsets) -> None:
         """Plan a batch: lists of tiles, copied to the device on the current stream."""
-        with self._blocks.next() as pinned:
-            info = self.module.plan(self.floats, self.ints, pinned, *self._arguments(host))
+        info = self.module.plan(self.floats, self.ints, self._ring.take().bytes, *self._arguments(host))
         values = [int(x) for x in info]
         if self.graph and self._fixed not in (None, values):
             raise RuntimeError(

@@ -17,11 +17,11 @@ from fullgraph_compile.attention.flashinfer_plan import (
     FloatWorkspaces,
     HostOffsets,
     PageTables,
-    PinnedBlocks,
     PlanKey,
     fa3_int_bytes,
 )
 from fullgraph_compile.ops import AttentionSite
+from fullgraph_compile.pinned import PinnedRing
 from tests.attention.cases import SITE, inputs_for, static_batch
 from tests.attention.replaying import host_batch, in_pages
 
@@ -195,7 +195,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
     fake = Module(device)
     monkeypatch.setattr(flashinfer, "load_module", lambda key: fake)
     monkeypatch.setattr(flashinfer, "planner_arguments", lambda split: (-1, not split, 0))
-    monkeypatch.setattr(PinnedBlocks, "_new_event", lambda self: Event(device))
+    monkeypatch.setattr(PinnedRing, "_new_event", lambda self: Event(device))
+    monkeypatch.setattr(PinnedRing, "_record", lambda self, event: event.record())
     yield fake
 
 

@@ -23,13 +23,11 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.attention.flashinfer_package import planner_arguments
-from fullgraph_compile.attention.flashinfer_plan import PinnedBlocks
 from fullgraph_compile.integrations.sglang.settings import OPTIONS
+from fullgraph_compile.pinned import PinnedRing
 
-
-class _Blocks(PinnedBlocks):
-    # Each is as large as FlashInfer's own, 8 MiB; the host is a few replays ahead at most.
-    BLOCKS = 4
+# Each is as large as FlashInfer's own, 8 MiB; the host is a few replays ahead at most.
+BLOCKS = 4
 
 
 def unsupported(attention: Any, runner: Any) -> str | None:
@@ -73,7 +71,7 @@ class HostPlans:
         self._prepare = types.MethodType(type(attention).init_forward_metadata_out_graph, attention)
         self._wrappers: dict[int, list[Any]] = {}
         self._captured: dict[int, list[int]] = {}
-        self._blocks: _Blocks | None = None
+        self._ring: PinnedRing | None = None
         # The bucket that is being captured.
         self._bucket: int | None = None
         # Of the replay that is being planned: its bucket and the lengths of its request slots.
@@ -153,10 +151,10 @@ class HostPlans:
             wrappers = self.attention._create_full_cg_prefill_wrappers(slots, bucket)
         else:
             wrappers = [_twin(w, self.attention.prefill_backend) for w in next(iter(self._wrappers.values()))]
-        if self._blocks is None:
+        if self._ring is None:
             # Now, as pinning memory waits for the device.
-            self._blocks = _Blocks(wrappers[0].device)
-            self._blocks.reserve(wrappers[0]._pin_memory_int_workspace_buffer.numel())
+            self._ring = PinnedRing(wrappers[0].device, BLOCKS)
+            self._ring.reserve(wrappers[0]._pin_memory_int_workspace_buffer.numel())
         for wrapper in wrappers:
             wrapper.begin_forward = types.MethodType(self._begin, wrapper)
         return list(wrappers)
@@ -183,13 +181,12 @@ class HostPlans:
     def _plan(self, bucket: int, wrapper: Any, new: Sequence[int], lengths: Sequence[int]) -> None:
         """Write a replay's work lists where its graph reads them."""
         heads, kv_heads, head_size, window = self._facts[bucket]
-        assert self._blocks is not None
-        with self._blocks.next() as pinned:
-            info = wrapper._cached_module.plan(
-                wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, pinned, _offsets(new),
-                _offsets(lengths), torch.tensor(lengths, dtype=torch.int32), wrapper._max_total_num_rows, len(new),
-                heads, kv_heads, 1, True, head_size, head_size, False, window, *planner_arguments(split=True),
-            )  # fmt: skip
+        assert self._ring is not None
+        info = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, self._ring.take().bytes, _offsets(new),
+            _offsets(lengths), torch.tensor(lengths, dtype=torch.int32), wrapper._max_total_num_rows, len(new),
+            heads, kv_heads, 1, True, head_size, head_size, False, window, *planner_arguments(split=True),
+        )  # fmt: skip
         plan = [int(x) for x in info]
         if plan != self._captured[bucket]:
             raise RuntimeError(
