@@ -32,9 +32,11 @@ from fullgraph_compile.watching import Watch
 # Not described to type checkers in full.
 dynamo: Any = _dynamo.guards
 
+# Guards on which object it is: one object, or the same as elsewhere.
+_OF_IDENTITY = (dynamo.ID_MATCH, dynamo.OBJECT_ALIASING)
 # Guards that read nothing but the value, or the dict, that they are on.
 _OF_THE_VALUE = (
-    dynamo.TYPE_MATCH, dynamo.ID_MATCH, dynamo.EQUALS_MATCH, dynamo.NONE_MATCH, dynamo.NOT_NONE, dynamo.TRUE_MATCH,
+    *_OF_IDENTITY, dynamo.TYPE_MATCH, dynamo.EQUALS_MATCH, dynamo.NONE_MATCH, dynamo.NOT_NONE, dynamo.TRUE_MATCH,
     dynamo.FALSE_MATCH, dynamo.DICT_LENGTH, dynamo.DICT_CONTAINS, dynamo.LENGTH_CHECK,
 )  # fmt: skip
 # What may be on the way to something that is guarded.
@@ -98,12 +100,21 @@ class StandingGuards:
         self._found: list[Any] = []
         self._of_classes: set[Any] = set()
         self._kept: set[str] = {root.get_source()}
+        # From the root to the node that is looked at; and of each guard that two nodes are one object, where those are
+        # that it is known of, and whether one is that it is not known of.
+        self._path: list[str] = []
+        self._aliases: dict[Any, tuple[list[list[str]], bool]] = {}
         with switching():
             for child in root.get_child_managers():
                 # The arguments are those of the traced call, each time.
                 if child.get_source() != "L['kwargs']":
                     self._keep(child, self._root(module, child.get_source()), -1, child.get_source())
         self._of_classes.clear()
+        for known_at, asked in self._aliases.values():
+            # It says nothing when it is asked at one of the two alone.
+            if asked or len(known_at) != 2:
+                self._kept.update(*known_at)
+        self._aliases.clear()
         kept = self._kept
         self.rest = root.clone_manager(lambda node: node.get_source() in kept)
         if self.rest is None:
@@ -164,20 +175,24 @@ class StandingGuards:
             value = UNKNOWN
         at = len(self._found)
         guards, leads_on = node.get_leaf_guards(), bool(node.get_child_managers())
-        of_identity = bool(guards) and all(isinstance(guard, dynamo.ID_MATCH) for guard in guards)
-        if of_identity and not leads_on and not isinstance(node, dynamo.DictGuardManager):
-            # Whatever it is, it is the same object as long as what led to it is as it was.
-            if value is UNKNOWN:
-                self._kept.add(node.get_source())
-            return value is UNKNOWN
-        if type(value) in _WATCHED or plain(value) or (leads_on and (isinstance(value, type) or steady(value))):
+        of_identity = bool(guards) and all(isinstance(guard, _OF_IDENTITY) for guard in guards)
+        if type(value) is types.CodeType or (
+            of_identity and not leads_on and not isinstance(node, dynamo.DictGuardManager)
+        ):
+            pass  # Whatever it is, it is the same object as long as what led to it is as it was.
+        elif type(value) in _WATCHED or plain(value) or (leads_on and (isinstance(value, type) or steady(value))):
             self._ways.append((parent, key, type(value)))
             self._found.append(value)
         elif leads_on or isinstance(value, Tensor) or not _stays(node, value):
             value = UNKNOWN
         known = (*_OF_THE_VALUE, dynamo.NO_HASATTR) if all_known(value) else _OF_THE_VALUE
         kept = value is UNKNOWN or not all(isinstance(guard, known) for guard in guards)
-        for below, way, child in _below(node, value):
+        self._path.append(node.get_source())
+        for guard in guards:
+            if isinstance(guard, dynamo.OBJECT_ALIASING):
+                self._note_alias(tuple(guard.verbose_code_parts()), known=value is not UNKNOWN)
+        # Nothing of a code object changes, but some is made anew at each read.
+        for below, way, child in () if type(value) is types.CodeType else _below(node, value):
             if way is CLASS and isinstance(value, nn.Module):
                 # What is asked of a class need not be asked again at each module of that class.
                 question = type(value), _described(child, child.get_source())
@@ -187,7 +202,15 @@ class StandingGuards:
             kept |= self._keep(child, below, at, way)
         if kept:
             self._kept.add(node.get_source())
+        self._path.pop()
         return kept
+
+    def _note_alias(self, what: tuple[str, ...], *, known: bool) -> None:
+        """Two objects that are known stay the one object that they are; of others, both are asked."""
+        known_at, asked = self._aliases.get(what, ([], False))
+        if known:
+            known_at.append(list(self._path))
+        self._aliases[what] = known_at, asked or not known
 
 
 def _below(node: Any, value: Any) -> Iterator[tuple[Any, Any, Any]]:

@@ -84,6 +84,26 @@ class Reads(T2):
             layer.mlp = Reader(settings)
 
 
+class Slotted:
+    """What its attributes are cannot be watched."""
+
+    __slots__ = ("listed",)
+
+    def __init__(self, listed: list[float]) -> None:
+        self.listed = listed
+
+
+class Shares(nn.Module):
+    """Has a list that others have too."""
+
+    def __init__(self, listed: list[float], slotted: Slotted) -> None:
+        super().__init__()
+        self.listed, self.slotted = listed, slotted
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.listed[0] * self.slotted.listed[1]
+
+
 class Negated(Reader):
     def forward(self, x: Tensor) -> Tensor:
         return -super().forward(x)
@@ -201,6 +221,23 @@ def test_globals_that_a_forward_does_not_read_may_change_at_each_call(monkeypatc
     for i in range(4):
         monkeypatch.setitem(globals(), "CALLS", i)
         check(body, eager, 7, 5)
+
+
+@pytest.mark.parametrize("where", ["a module", "an object with slots"])
+def test_one_object_in_two_places_that_becomes_two_is_followed(where: str) -> None:
+    module, listed = T2(layers=2, hidden=8, heads=2), [0.5, 2.0]
+    for layer in module.layers:
+        layer.mlp = Shares(listed, Slotted(listed))
+    eager = copy.deepcopy(module.eval())
+    body = ready("compile", module, buckets=[8])
+    check(body, eager, 7, 5)
+    before = run(eager, 7)
+    for changed in (module, eager):
+        reader: Any = changed.layers[1].mlp
+        (reader if where == "a module" else reader.slotted).listed = [-1.0, -3.0]
+    assert not torch.equal(run(eager, 7), before)
+    for n in (7, 5):
+        assert torch.allclose(run(body, n), run(eager, n), rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
