@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fullgraph_compile.attention import AttentionBackend, UnsupportedAttention, create_attention
-from fullgraph_compile.compilers import TraceAgain, cache_hits, compile_piece
+from fullgraph_compile.compilers import TraceAgain, cache_counts, compile_piece
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.ops import AttentionSite
 from fullgraph_compile.options import BadOption, Options
@@ -91,11 +91,11 @@ def move_scalars(gm: GraphModule, weights: frozenset[str], device: torch.device)
 def compile_pieces(pieces: Pieces, options: Options, report: Report) -> tuple[Any, ...]:
     """Compile each distinct piece once.  One that the compiler refuses is interpreted, and the log says so."""
     compiled = []
-    hits = cache_hits()
     for i, kind in enumerate(
         steps(pieces.kinds, f"compiling ({options.compiler})", show=options.show_progress, total=len(pieces.kinds))
     ):
         compiler = "eager" if i in pieces.interpret else options.compiler
+        hits, misses = cache_counts()
         try:
             compiled.append(compile_piece(kind, pieces.examples[i], compiler))
         except TraceAgain:
@@ -103,8 +103,10 @@ def compile_pieces(pieces: Pieces, options: Options, report: Report) -> tuple[An
         except Exception as error:
             log.warning("%s: piece %d is run as traced, %s refused it: %r", report.name, i, compiler, error)
             compiled.append(kind.forward)
+        # A piece may be compiled twice, once for few tokens.
+        found, made = cache_counts()
+        report.cached_pieces += found > hits and made == misses
     report.pieces += len(pieces.kinds)
-    report.cached_pieces += cache_hits() - hits
     return tuple(compiled)
 
 

@@ -43,12 +43,13 @@ def warm_workers(compiler: str, device: torch.device) -> None:
     maybe_warm_pool()
 
 
-def cache_hits() -> int:
-    """Pieces that were found in torch's caches on disk so far, by this process."""
+def cache_counts() -> tuple[int, int]:
+    """How often this process found what it compiled in torch's caches on disk so far, and how often it did not."""
     from torch._dynamo.utils import counters
 
     # One that AOTAutograd's cache holds counts in Inductor's too; an aot_eager piece is in neither.
-    return int(counters["inductor"]["fxgraph_cache_hit"])
+    found = counters["inductor"]
+    return int(found["fxgraph_cache_hit"]), int(found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"])
 
 
 def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str, *, captured: bool = True) -> Compiled:
