@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sglang_prefill import BUCKETS, QWEN3_8B, ROOT, SLOTS, finish, random_prompts, versions
+from sglang_prefill import finish
+from sglang_route import BUCKETS, QWEN3_8B, ROOT, SLOTS, random_prompts, versions
 
 LENGTHS = [4 + 37 * i % 117 for i in range(200)]
 
