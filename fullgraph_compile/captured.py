@@ -110,8 +110,9 @@ class CapturedGraph:
             # the op for which the body is not proven.
             several = batch.requests > 1 and batch.tokens > 0
             alone = runner.limits.single_request or runner.limits.blocked is Reason.UNPROVEN
-            if several and self.tail_alone is not None and active_batch() is not None:
-                return self._tail_too(args, batch, self.tail_alone)
+            tail_alone = self.tail_alone if several and active_batch() is not None else None
+            if alone and tail_alone is not None:
+                return self._tail_too(args, batch, tail_alone)
             if several and alone:
                 rows = self._one_by_one(args, batch)
             else:
@@ -122,6 +123,8 @@ class CapturedGraph:
                         raise
                     return self.as_traced(*args)
                 self._count(decision, batch, args)
+            if tail_alone is not None:
+                return self._tail_alone(rows, args, batch, tail_alone)
             if self._passes and decision.route is Route.GRAPH:
                 return [runner.owned(rows[i]) if owned else rows[i] for i in self._passes]
             results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
@@ -166,28 +169,35 @@ class CapturedGraph:
         parts: list[list[Any]] = []
         inputs = alone.inputs | self.runner.inputs.tokens
         for one, rows in self._requests(args, batch, inputs, (*alone.sizes, *self.runner.inputs.sizes)):
-            results = self.tail(*rows, *[one[i] for i in self.tail_inputs])
-            parts.append([r.clone() if isinstance(r, Tensor) else r for r in results])
+            parts.append(self._tail_of(rows, one))
         return tuple(self._together(parts, alone.outputs, batch, alone.why))
+
+    def _tail_alone(
+        self, rows: Sequence[Tensor], args: Sequence[Any], batch: PrefillBatch, alone: Alone
+    ) -> tuple[Any, ...]:
+        """The tail of each request by itself, on its own of the rows that the body made of all."""
+        parts = []
+        dims = [dim for _, dim in self.runner.outputs]
+        for r, start, one in _alone(args, batch, alone.inputs, alone.sizes):
+            new = batch.new_tokens[r]
+            own = [t if dim is None else t.narrow(dim, start, new) for t, dim in zip(rows, dims, strict=True)]
+            parts.append(self._tail_of(own, one))
+        return tuple(self._together(parts, alone.outputs, batch, alone.why))
+
+    def _tail_of(self, rows: Sequence[Tensor], args: Sequence[Any]) -> list[Any]:
+        """Results of the tail in memory of their own."""
+        results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
+        return [r.clone() if isinstance(r, Tensor) else r for r in results]
 
     def _requests(
         self, args: Sequence[Any], batch: PrefillBatch, inputs: dict[int, int], sizes: tuple[int, ...]
     ) -> Iterator[tuple[list[Any], list[Tensor]]]:
         """Arguments of each request that has tokens, and what the body makes of them; the next overwrites it."""
-        start = 0
-        for r, new in enumerate(batch.new_tokens):
-            if new == 0:
-                continue
+        for r, _, one in _alone(args, batch, inputs, sizes):
             alone = batch.request(r)
-            one = list(args)
-            for i, dim in inputs.items():
-                one[i] = args[i].narrow(dim, start, new)
-            for i in sizes:
-                one[i] = new
             rows, decision = self.runner.run(one, alone)
             self._count(decision, alone, one)
             yield one, rows
-            start += new
 
     def _together(self, parts: list[list[Any]], dims: Sequence[int | None], batch: PrefillBatch, why: str) -> list[Any]:
         """Results of each request as those of the batch: rows one behind the other, and what is the same for all.
@@ -231,6 +241,28 @@ class CapturedGraph:
         if reason is Reason.PADDING:
             return f"{batch.tokens} tokens, ladder {list(limits.ladder)}, max_padding {limits.max_padding:g}"
         return self.report.details.get(reason, "")
+
+
+def _alone(
+    args: Sequence[Any], batch: PrefillBatch, inputs: dict[int, int], sizes: tuple[int, ...]
+) -> Iterator[tuple[int, int, list[Any]]]:
+    """Each request that has tokens: its number, the row that it begins at, and the arguments as if it were alone.
+
+    Args:
+        inputs: token dim of each argument that has one, by index.
+        sizes: arguments that are the token count.
+    """
+    start = 0
+    for r, new in enumerate(batch.new_tokens):
+        if new == 0:
+            continue
+        one = list(args)
+        for i, dim in inputs.items():
+            one[i] = args[i].narrow(dim, start, new)
+        for i in sizes:
+            one[i] = new
+        yield r, start, one
+        start += new
 
 
 def _same(a: Any, b: Any) -> bool:

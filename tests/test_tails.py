@@ -93,7 +93,8 @@ def test_a_tail_that_puts_rows_together_is_run_for_each_request_alone(tail: Any,
     packed(body, [5], dynamic=dynamic)
     got = packed(body, LENGTHS, dynamic=dynamic)
     torch.testing.assert_close(got, torch.cat(alone(eager, LENGTHS), dim=1), atol=1e-5, rtol=1e-4)
-    assert sum(fgc.report(body).replays.values()) == 1 + len(LENGTHS)
+    # The body is one replay, unless numbers that a model counts itself may be its positions.
+    assert sum(fgc.report(body).replays.values()) == 1 + (len(LENGTHS) if tail is numbered else 1)
 
 
 @pytest.mark.parametrize("way", WAYS)

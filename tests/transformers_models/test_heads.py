@@ -148,7 +148,7 @@ def test_a_padded_batch_whose_results_cannot_be_put_together_runs_as_the_model_i
     assert fallbacks(model) == {Reason.SINGLE_REQUEST: 3}
     # What was launched in vain was so once, and is no replay.
     assert replays(model) == 0
-    assert sum(fgc.report(model).dropped.values()) == 3
+    assert sum(fgc.report(model).dropped.values()) == 1
     alone = padded([5])
     close(call(model, **alone).pooler_output, call(eager, **alone).pooler_output)
     assert replays(model) == 1
