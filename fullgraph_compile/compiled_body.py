@@ -40,6 +40,9 @@ class CompiledBody:
         whole: the model that it is the body of; None = the module itself.
     """
 
+    # Times that one call is made again because the module had changed.
+    MOST_CHANGES = 8
+
     def __init__(self, module: nn.Module, options: Options, whole: nn.Module | None = None) -> None:
         whole = module if whole is None else whole
         self.module = weakref.ref(module)
@@ -86,12 +89,15 @@ class CompiledBody:
             return self.forward(*args, **kwargs)
         self._counts.calls = self.calls + 1
         try:
-            try:
-                return self._served(args, kwargs)
-            except ModuleChanged:
-                self.integration.forget()
-                self.binder.forget()
-                return self._served(args, kwargs)
+            # Each change may show in more than one form of the call: one was bound as the module had been, others were
+            # traced then.
+            for _ in range(self.MOST_CHANGES):
+                try:
+                    return self._served(args, kwargs)
+                except ModuleChanged:
+                    self.integration.forget()
+                    self.binder.forget()
+            raise NotServed(Reason.NOT_LASTING)
         except NotServed as refusal:
             return self._eager(refusal, args, kwargs)
 

@@ -179,8 +179,13 @@ class TransformersModule(PlainModule):
         device = given[leads[0]].device
         asks = f"{self.name} cannot be asked what it means by a call: one of {REAL} tokens of {leads[0]} alone"
         with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS, asks), aside(device):
-            if self.facts is None:
-                self.facts = hf_facts.learn(self.module, self._asked, self.names, leads[0], given[leads[0]])
+            if self.facts is not None:
+                return
+            facts = hf_facts.learn(self.module, self._asked, self.names, leads[0], given[leads[0]])
+            if not issubclass(facts.output, dict) and not getattr(self.module.config, "return_dict", True):
+                # Not kept: it would hold no longer once that is set again.
+                raise NotServed(Reason.ARGUMENTS, f"{self.name}.config.return_dict is False: its output has no names")
+            self.facts = facts
 
     def positions_for(self, spans: Spans) -> str | None:
         """What the model takes for positions of a padded batch where none are given: a rule of ``hf_facts``, or

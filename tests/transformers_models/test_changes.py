@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
+from fullgraph_compile.forms import Forms, ModuleChanged
 from fullgraph_compile.integrations import hf_back
 from fullgraph_compile.tracing import Tracer
 from tests.transformers_models.whole import call, close, fallbacks, padded, pair, replays, rows_equal
@@ -119,6 +120,42 @@ def test_what_was_learned_of_a_model_is_learned_anew_after_a_change() -> None:
         m.model.layers[0].self_attn.is_causal = True
     check(model, eager, *range(6))
     assert replays(model) > 2
+
+
+def test_a_change_after_which_the_model_fails_fails_as_the_model_does_in_every_form() -> None:
+    """Both forms that were traced are launched in vain, and nothing is learned of the model as it is now."""
+    model, eager = small()
+    inputs = padded([3, 7, 4], seed=1)
+    real = inputs["attention_mask"].bool()
+
+    def same(use_cache: bool) -> None:
+        for m in (model, eager):
+            m.config.use_cache = use_cache
+        got, want = call(model, **inputs), call(eager, **inputs)
+        assert (got.past_key_values is None) == (want.past_key_values is None) == (not use_cache)
+        close(got.logits[real], want.logits[real])
+
+    for _ in range(2):
+        for use_cache in (True, False, True):
+            same(use_cache)
+        for m in (model, eager):
+            m.config.return_dict = False  # of the body, whose result the model then cannot take apart
+            with pytest.raises(AttributeError, match="last_hidden_state"):
+                call(m, **inputs)
+            m.config.return_dict = True
+        same(True)
+
+
+def test_a_module_that_has_changed_each_time_that_a_call_is_made_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, eager = small()
+    check(model, eager)
+
+    def changed(*args: Any) -> Any:
+        raise ModuleChanged
+
+    monkeypatch.setattr(Forms, "serve", changed)
+    check(model, eager, 1)
+    assert fallbacks(model) == {Reason.NOT_LASTING: 1}
 
 
 def test_a_part_in_training_mode_is_followed() -> None:
