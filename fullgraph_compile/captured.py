@@ -110,7 +110,9 @@ class CapturedGraph:
             # the op for which the body is not proven.
             several = batch.requests > 1 and batch.tokens > 0
             alone = runner.limits.single_request or runner.limits.blocked is Reason.UNPROVEN
-            tail_alone = self.tail_alone if several and active_batch() is not None else None
+            tail_alone = self.tail_alone if several else None
+            if tail_alone is not None and active_batch() is None:
+                tail_alone = None
             if alone and tail_alone is not None:
                 return self._tail_too(args, batch, tail_alone)
             if several and alone:
