@@ -26,5 +26,8 @@ def counting(tokens: int, device: torch.device) -> Tensor:
     if made is None or made.shape[1] < tokens or made._version != version:
         with torch.inference_mode(False):
             made = torch.arange(max(1024, 2 * tokens), device=device)[None]
+        if device.type == "cuda":
+            # Calls on other streams read it too, and may still read the one that it takes the place of.
+            torch.cuda.synchronize(device)
         _made[device] = made, made._version
     return made.narrow(1, 0, tokens)
