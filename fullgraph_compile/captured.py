@@ -114,7 +114,9 @@ class CapturedGraph:
             if tail_alone is not None and active_batch() is None:
                 tail_alone = None
             if alone and tail_alone is not None:
-                return self._tail_too(args, batch, tail_alone)
+                inputs = tail_alone.inputs | runner.inputs.tokens
+                sizes = (*tail_alone.sizes, *runner.inputs.sizes)
+                return self._tails(self._requests(args, batch, inputs, sizes), batch, tail_alone)
             if several and alone:
                 rows = self._one_by_one(args, batch)
             else:
@@ -126,7 +128,7 @@ class CapturedGraph:
                     return self.as_traced(*args)
                 self._count(decision, batch, args)
             if tail_alone is not None:
-                return self._tail_alone(rows, args, batch, tail_alone)
+                return self._tails(self._rows_of_requests(rows, args, batch, tail_alone), batch, tail_alone)
             if self._passes and decision.route is Route.GRAPH:
                 return [runner.owned(rows[i]) if owned else rows[i] for i in self._passes]
             results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
@@ -166,36 +168,30 @@ class CapturedGraph:
         why = self.detail or self.report.proof if self.runner.limits.blocked is Reason.UNPROVEN else ""
         return self._together(parts, dims, batch, why)
 
-    def _tail_too(self, args: Sequence[Any], batch: PrefillBatch, alone: Alone) -> tuple[Any, ...]:
-        """Each request in a call of its own, the tail included."""
-        parts: list[list[Any]] = []
-        inputs = alone.inputs | self.runner.inputs.tokens
-        for one, rows in self._requests(args, batch, inputs, (*alone.sizes, *self.runner.inputs.sizes)):
-            parts.append(self._tail_of(rows, one))
-        return tuple(self._together(parts, alone.outputs, batch, alone.why))
-
-    def _tail_alone(
-        self, rows: Sequence[Tensor], args: Sequence[Any], batch: PrefillBatch, alone: Alone
+    def _tails(
+        self, requests: Iterator[tuple[list[Any], list[Tensor]]], batch: PrefillBatch, alone: Alone
     ) -> tuple[Any, ...]:
-        """The tail of each request by itself, on its own of the rows that the body made of all."""
+        """The tail of each request by itself: from the arguments of the request, and the rows that the body made."""
         parts = []
-        dims = [dim for _, dim in self.runner.outputs]
-        for r, start, one in _alone(args, batch, alone.inputs, alone.sizes):
-            new = batch.new_tokens[r]
-            own = [t if dim is None else t.narrow(dim, start, new) for t, dim in zip(rows, dims, strict=True)]
-            parts.append(self._tail_of(own, one))
+        for one, rows in requests:
+            results = self.tail(*rows, *[one[i] for i in self.tail_inputs])
+            parts.append([r.clone() if isinstance(r, Tensor) else r for r in results])
         return tuple(self._together(parts, alone.outputs, batch, alone.why))
 
-    def _tail_of(self, rows: Sequence[Tensor], args: Sequence[Any]) -> list[Any]:
-        """Results of the tail in memory of their own."""
-        results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
-        return [r.clone() if isinstance(r, Tensor) else r for r in results]
+    def _rows_of_requests(
+        self, rows: Sequence[Tensor], args: Sequence[Any], batch: PrefillBatch, alone: Alone
+    ) -> Iterator[tuple[list[Any], list[Tensor]]]:
+        """Arguments of each request that has tokens, and its own of the rows that the body made of all."""
+        dims = [dim for _, dim in self.runner.outputs]
+        for r, start, one in _apart(args, batch, alone.inputs, alone.sizes):
+            new = batch.new_tokens[r]
+            yield one, [t if dim is None else t.narrow(dim, start, new) for t, dim in zip(rows, dims, strict=True)]
 
     def _requests(
         self, args: Sequence[Any], batch: PrefillBatch, inputs: dict[int, int], sizes: tuple[int, ...]
     ) -> Iterator[tuple[list[Any], list[Tensor]]]:
         """Arguments of each request that has tokens, and what the body makes of them; the next overwrites it."""
-        for r, _, one in _alone(args, batch, inputs, sizes):
+        for r, _, one in _apart(args, batch, inputs, sizes):
             alone = batch.request(r)
             rows, decision = self.runner.run(one, alone)
             self._count(decision, alone, one)
@@ -245,7 +241,7 @@ class CapturedGraph:
         return self.report.details.get(reason, "")
 
 
-def _alone(
+def _apart(
     args: Sequence[Any], batch: PrefillBatch, inputs: dict[int, int], sizes: tuple[int, ...]
 ) -> Iterator[tuple[int, int, list[Any]]]:
     """Each request that has tokens: its number, the row that it begins at, and the arguments as if it were alone.

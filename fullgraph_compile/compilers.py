@@ -74,7 +74,8 @@ def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str, *, ca
         at = _token_count_at(examples) if captured and _on_gpu(examples) else None
         # Before the compiler changes the graph.
         split = None if at is None else split_products(gm)
-        compiled = _inductor_of(gm, examples)
+        unbacked = any(free_unbacked_symbols(e) for e in examples if isinstance(e, (Tensor, torch.SymInt)))
+        compiled = _inductor_backed(gm, examples) if unbacked else _inductor(gm, examples)
         return compiled if split is None or at is None else _for_few(split, examples, at, compiled)
 
 
@@ -83,11 +84,6 @@ def _inductor(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
 
     # One graph is captured around all pieces; Inductor must not capture any of its own.
     return cast(Compiled, compile_fx(gm, list(examples), config_patches={"triton.cudagraphs": False}))
-
-
-def _inductor_of(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
-    unbacked = any(free_unbacked_symbols(e) for e in examples if isinstance(e, (Tensor, torch.SymInt)))
-    return _inductor_backed(gm, examples) if unbacked else _inductor(gm, examples)
 
 
 def _for_few(split: GraphModule, examples: Sequence[Any], at: int, others: Compiled) -> Compiled:

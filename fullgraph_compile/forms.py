@@ -63,13 +63,14 @@ class Forms:
                 return self.tracer.again(variant, call)
             if variant.needs_asking(call) and not self._accepts(variant, call):
                 continue
-            asked = i > 0 or variant.doubted or (variant.meet != "" and bound.several_padded)
+            meet = variant.meet != "" and bound.several_padded
+            asked = i > 0 or variant.doubted or meet
             if asked and not (
                 self.tracer.stands(variant) or (variant.take_new_weights() and self.tracer.holds(variant))
             ):
                 variant.doubted = True
                 continue
-            if variant.meet and bound.several_padded:
+            if meet:
                 raise RequestsMeet(self.report.name, bound.batch, variant.meet)
             try:
                 result = without_grad(variant, bound)
