@@ -3,21 +3,29 @@
     python benchmarks/padded.py qwen3-0.6b qwen3-8b minilm --dtypes bfloat16
     python benchmarks/padded.py minilm --dtypes float32 bfloat16 --batches 1 8 32 128
     python benchmarks/padded.py minilm --device cpu --batches 1 4 --repeats 3
+    for r in eager full_prefill compile reduce-overhead; do  # side by side: torch.compile takes minutes for 36 layers
+        python benchmarks/padded.py qwen3-8b --rivals 1 8 --routes $r --turns /tmp/turns --json $r.json &
+    done; wait
 
 Random weights of the shapes of Qwen3 (as causal LMs that return the last token's logits) and of all-MiniLM-L6-v2.  A
 time is the median wall time of one call from the padded ids and mask, which are on the device, to the result; inputs
 rotate.  Padding: rows of ``[B, S]`` that are no tokens, beside rows of the bucket that are none.  What fgc.compile made
 is compared first: in float32 with eager, else with the same weights in float32, from which it may be no more than 1.1
 times as far as eager is.
+
+Processes that are given the same ``--turns`` file compile side by side and time one after the other, each while none of
+them compiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import fcntl
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,13 +43,15 @@ ROUTES = ("eager", "full_prefill", "compile", "reduce-overhead")
 MODELS = ("qwen3-0.6b", "qwen3-8b", "minilm")
 # Of fp32 results; of others, the factor over eager's own distance from fp32, which grows with the layers.
 TOLERANCE, MOST_TO_EAGER = 1e-3, 1.1
-# Inputs of each batch that are compared.
-COMPARED = 2
+# Inputs of each batch, and how many of them are compared.
+INPUTS, COMPARED = 8, 2
+# Calls of each input before it is timed: reduce-overhead replays a shape from the third on.
+TIMES_BEFORE = 3
 
 
 def main() -> None:
     args = arguments()
-    device = torch.device(args.device)
+    device, turns = torch.device(args.device), Turns(args.turns)
     console.print(machine())
     found: dict[str, Any] = {"machine": machine(), "rows": []}
     for name in args.models:
@@ -49,7 +59,7 @@ def main() -> None:
             torch.manual_seed(0)
             random.seed(0)
             rows: list[dict[str, Any]] = []
-            for row in measure(name, DTYPES[dtype], device, args):  # kept at once: a later route may take too long
+            for row in measure(name, DTYPES[dtype], device, args, turns):  # kept at once: a later route may take too long
                 rows.append(row)
                 found["rows"].append(row)
                 if args.json:
@@ -111,32 +121,64 @@ def batch_of(requests: int, name: str, device: torch.device, args: argparse.Name
     return {"input_ids": torch.randint(5, 1000, mask.shape, device=device) * mask, "attention_mask": mask}
 
 
-def measure(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(
+    name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace, turns: Turns
+) -> Iterator[dict[str, Any]]:
     model = build(name, dtype, device, args.layers)
     extra = {} if name == "minilm" else {"logits_to_keep": 1, "use_cache": False}
-    exact = None if dtype == torch.float32 else copy.deepcopy(model).float()
+    checked = "full_prefill" in args.routes and dtype != torch.float32
+    exact = copy.deepcopy(model).float() if checked else None
     made = routes(model, args)
-    batches = {n: [batch_of(n, name, device, args) for _ in range(8)] for n in args.batches}
+    batches = {n: [batch_of(n, name, device, args) for _ in range(INPUTS)] for n in args.batches}
+    numbers = [torch.tensor(i) for i in range(INPUTS)]
     for route, one in made.items():
         own = {n: batches[n] for n in args.batches if route in ("eager", "full_prefill") or n in args.rivals}
+        calls: dict[int, Callable[[Tensor], Tensor]] = {}
+        errors: dict[int, list[float]] = {}
         for requests, inputs in tqdm(own.items(), desc=f"{name} {route}", leave=False):
 
             def call(i: Tensor, one: nn.Module = one, inputs: list[dict[str, Tensor]] = inputs) -> Tensor:
                 with torch.inference_mode():
                     return one(**inputs[int(i)], **extra)[0]
 
-            row: dict[str, Any] = {"model": name, "dtype": str(dtype), "route": route, "batch": requests}
+            calls[requests] = call
             if route == "full_prefill":
-                row["errors"] = compare(one, model, exact, inputs[:COMPARED], extra, name)
-            before = calls_of(one) if route == "full_prefill" else None
-            numbers = [torch.tensor(i) for i in range(len(inputs))]
-            took = median_ms(call, numbers, device, repeats=args.repeats)
-            row["ms"] = took
-            row["padding"] = 1 - sum(float(x["attention_mask"].float().mean()) for x in inputs) / len(inputs)
-            if before is not None:
-                replays, calls, real, padded = (b - a for a, b in zip(before, calls_of(one), strict=True))
-                row["replayed"], row["bucket_padding"] = replays / calls, padded / max(1, real + padded)
-            yield row
+                errors[requests] = compare(one, model, exact, inputs[:COMPARED], extra, name)
+            for i in numbers * TIMES_BEFORE:
+                call(i)
+        with turns.alone():
+            for requests, call in calls.items():
+                row: dict[str, Any] = {"model": name, "dtype": str(dtype), "route": route, "batch": requests}
+                before = calls_of(one) if route == "full_prefill" else None
+                row["ms"] = median_ms(call, numbers, device, repeats=args.repeats)
+                shares = [float(x["attention_mask"].float().mean()) for x in own[requests]]
+                row["padding"] = 1 - sum(shares) / len(shares)
+                if before is not None:
+                    row["errors"] = errors[requests]
+                    replays, made_calls, real, padded = (b - a for a, b in zip(before, calls_of(one), strict=True))
+                    row["replayed"], row["bucket_padding"] = replays / made_calls, padded / max(1, real + padded)
+                yield row
+
+
+class Turns:
+    """Compiling side by side, timing alone: a file that is locked by all who compile, or by the one who times."""
+
+    def __init__(self, path: str | None) -> None:
+        self._file = open(path, "a") if path else None  # noqa: SIM115 - held as long as the process runs
+        self._lock(fcntl.LOCK_SH)
+
+    def _lock(self, how: int) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, how)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While nobody else with this file compiles or times."""
+        self._lock(fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            self._lock(fcntl.LOCK_SH)
 
 
 def compare(
@@ -204,6 +246,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--turns", help="a file that processes share so that each times while none compiles")
     parser.add_argument("--json")
     return parser.parse_args()
 

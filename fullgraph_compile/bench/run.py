@@ -87,7 +87,7 @@ def bench(body: nn.Module, name: str, device: torch.device, settings: Settings, 
     """Measure a body; it is compiled in place at the end.
 
     Routes that are none of ours come first, as ``fgc.compile`` moves weights together.  A route that fails is reported
-    as not measured.
+    as not measured; so is the rest at an interrupt.
 
     Args:
         say: told what is measured now.
@@ -95,19 +95,26 @@ def bench(body: nn.Module, name: str, device: torch.device, settings: Settings, 
     dtype = next(body.parameters()).dtype
     say("memory bandwidth and matrix rate")
     result = Result(machine(), name, str(dtype).removeprefix("torch."), measure_limit(projections(body), dtype, device))
-    for route in (r for r in PLAIN if r in settings.routes):
-        say(route)
-        if route in NEEDS_CUDA and device.type != "cuda":
-            result.not_measured.append(f"{route}: needs a GPU")
-            continue
-        try:
-            _plain(result, route, body, device, settings)
-        except Exception as error:
-            result.not_measured.append(f"{route}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-        forget(device)
-    if any(r not in PLAIN for r in settings.routes):
-        _ours(result, body, device, settings, say)
+    try:
+        for route in (r for r in PLAIN if r in settings.routes):
+            say(route)
+            if route in NEEDS_CUDA and device.type != "cuda":
+                result.not_measured.append(f"{route}: needs a GPU")
+                continue
+            try:
+                _plain(result, route, body, device, settings)
+            except Exception as error:
+                result.not_measured.append(f"{route}: {_first_line(error)}")
+            forget(device)
+        if any(r not in PLAIN for r in settings.routes):
+            _ours(result, body, device, settings, say)
+    except KeyboardInterrupt:
+        result.not_measured.append("the rest: interrupted")
     return result
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _plain(result: Result, route: str, body: nn.Module, device: torch.device, settings: Settings) -> None:
@@ -145,8 +152,11 @@ def _ours(
             result.host[n] = median_ms(ours, ids, device, repeats=settings.repeats, wait=False)
         if "pieces" in times and device.type == "cuda" and is_graph(decision):
             assert decision.bucket is not None
-            with ours.pieces(decision.bucket, ids[0]) as call:
-                times["pieces"][n] = median_ms(call, ids, device, repeats=settings.repeats)
+            try:
+                with ours.pieces(decision.bucket, ids[0]) as call:
+                    times["pieces"][n] = median_ms(call, ids, device, repeats=settings.repeats)
+            except Exception as error:
+                result.not_measured.append(f"pieces of {n} tokens: {_first_line(error)}")
     if "pieces" in times and device.type != "cuda":
         result.not_measured.append("pieces: needs a GPU")
     if settings.random and "full_prefill" in times:
