@@ -59,7 +59,7 @@ def main() -> None:
             torch.manual_seed(0)
             random.seed(0)
             rows: list[dict[str, Any]] = []
-            for row in measure(name, DTYPES[dtype], device, args, turns):  # kept at once: a later route may take too long
+            for row in measure(name, DTYPES[dtype], device, args, turns):  # kept: a later one may take long
                 rows.append(row)
                 found["rows"].append(row)
                 if args.json:
