@@ -59,7 +59,7 @@ def main() -> None:
             torch.manual_seed(0)
             random.seed(0)
             rows: list[dict[str, Any]] = []
-            for row in measure(name, DTYPES[dtype], device, args, turns):  # kept: a later one may take long
+            for row in measure(name, DTYPES[dtype], device, args, turns):
                 rows.append(row)
                 found["rows"].append(row)
                 if args.json:
@@ -131,33 +131,34 @@ def measure(
     made = routes(model, args)
     batches = {n: [batch_of(n, name, device, args) for _ in range(INPUTS)] for n in args.batches}
     numbers = [torch.tensor(i) for i in range(INPUTS)]
-    for route, one in made.items():
-        own = {n: batches[n] for n in args.batches if route in ("eager", "full_prefill") or n in args.rivals}
-        calls: dict[int, Callable[[Tensor], Tensor]] = {}
-        errors: dict[int, list[float]] = {}
-        for requests, inputs in tqdm(own.items(), desc=f"{name} {route}", leave=False):
+    calls: dict[tuple[str, int], Callable[[Tensor], Tensor]] = {}
+    errors: dict[int, list[float]] = {}
+    for route, requests in tqdm([(r, n) for r in made for n in args.batches], desc=name, leave=False):
+        if route not in ("eager", "full_prefill") and requests not in args.rivals:
+            continue
 
-            def call(i: Tensor, one: nn.Module = one, inputs: list[dict[str, Tensor]] = inputs) -> Tensor:
-                with torch.inference_mode():
-                    return one(**inputs[int(i)], **extra)[0]
+        def call(i: Tensor, one: nn.Module = made[route], requests: int = requests) -> Tensor:
+            with torch.inference_mode():
+                return one(**batches[requests][int(i)], **extra)[0]
 
-            calls[requests] = call
-            if route == "full_prefill":
-                errors[requests] = compare(one, model, exact, inputs[:COMPARED], extra, name)
-            for i in numbers * TIMES_BEFORE:
-                call(i)
-        with turns.alone():
-            for requests, call in calls.items():
-                row: dict[str, Any] = {"model": name, "dtype": str(dtype), "route": route, "batch": requests}
-                before = calls_of(one) if route == "full_prefill" else None
-                row["ms"] = median_ms(call, numbers, device, repeats=args.repeats)
-                shares = [float(x["attention_mask"].float().mean()) for x in own[requests]]
-                row["padding"] = 1 - sum(shares) / len(shares)
-                if before is not None:
-                    row["errors"] = errors[requests]
-                    replays, made_calls, real, padded = (b - a for a, b in zip(before, calls_of(one), strict=True))
-                    row["replayed"], row["bucket_padding"] = replays / made_calls, padded / max(1, real + padded)
-                yield row
+        calls[route, requests] = call
+        if route == "full_prefill":
+            errors[requests] = compare(made[route], model, exact, batches[requests][:COMPARED], extra, name)
+        for i in numbers * TIMES_BEFORE:
+            call(i)
+    with turns.alone():
+        for (route, requests), call in calls.items():
+            row: dict[str, Any] = {"model": name, "dtype": str(dtype), "route": route, "batch": requests}
+            before = calls_of(made[route]) if route == "full_prefill" else None
+            row["ms"] = median_ms(call, numbers, device, repeats=args.repeats)
+            shares = [float(x["attention_mask"].float().mean()) for x in batches[requests]]
+            row["padding"] = 1 - sum(shares) / len(shares)
+            if before is not None:
+                row["errors"] = errors[requests]
+                after = calls_of(made[route])
+                replays, all_calls, real, padded = (b - a for a, b in zip(before, after, strict=True))
+                row["replayed"], row["bucket_padding"] = replays / all_calls, padded / max(1, real + padded)
+            yield row
 
 
 class Turns:

@@ -68,6 +68,40 @@ def test_a_route_that_fails_is_not_measured_and_the_others_are(
     assert "full_prefill: one graph per token bucket" in out
 
 
+def test_a_replay_is_timed_by_itself_only_after_a_call_of_its_own_tokens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[int] = []
+    replayed: list[int] = []
+    call, replay_of = run.Ours.__call__, run._replay_of
+
+    def noted(self: run.Ours, ids: torch.Tensor) -> torch.Tensor:
+        staged.append(ids.shape[1])
+        return call(self, ids)
+
+    def checked(graph: Any) -> Any:
+        replayed.append(staged[-1])
+        return replay_of(graph)
+
+    monkeypatch.setattr(run.Ours, "__call__", noted)
+    monkeypatch.setattr(run, "_replay_of", checked)
+    code, out, err = fgc(capsys, "--tokens", "8", "30", "--repeats", "3", "--random", "2", "--routes", "full_prefill")
+    assert code == 0 and "2 calls of random lengths" in out, err
+    assert len(replayed) > 2 and replayed == sorted(set(replayed)) and replayed[-1] >= 30
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(run, "_random", broken)
+    code, out, _ = fgc(capsys, "--tokens", "8", "--repeats", "3", "--random", "2")
+    assert code == 0 and "not measured: the rest of full_prefill: RuntimeError: planned" in out
+    assert "full_prefill takes at most " in out
+
+
 def test_an_interrupt_keeps_what_was_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
