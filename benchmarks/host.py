@@ -1,7 +1,7 @@
 """Host time of one call of a compiled body, by phase: what a call costs before and after the launch of its graph.
 
     python benchmarks/host.py                        # 36 small Qwen3 layers, 16 requests; on a GPU the varlen backend
-    python benchmarks/host.py --device cpu --calls 300
+    python benchmarks/host.py --device cpu --calls 300 --fresh    # a batch of its own for each call
     python benchmarks/host.py --device cpu --padded 8    # a BERT with a pooler, 8 sentences and their mask
 
 The device is idle when a call begins, and the call is over when it returns: the result is not waited for.  On a CPU
@@ -88,13 +88,14 @@ def main() -> None:
         Tape.replay = lambda self: None  # type: ignore[method-assign]
     else:
         launch = min(timed(args, graph_of(body).replay))
-    whole = timed(args, call)
+    until, whole = until_launch(args, call), timed(args, call)
     phases = by_phase(args, call)
     table = Table("phase", "median, us", "least, us", title=machine(args))
     for name, times in phases.items():
         table.add_row(name, f"{statistics.median(times):.1f}", f"{min(times):.1f}")
     table.add_section()
     table.add_row("the call, no clock in it", f"{statistics.median(whole):.1f}", f"{min(whole):.1f}")
+    table.add_row("the call until its launch", f"{statistics.median(until):.1f}", f"{min(until):.1f}")
     table.add_row("beyond the launch", f"{statistics.median(whole) - launch:.1f}", f"{min(whole) - launch:.1f}")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -108,6 +109,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512, help="hidden size on a GPU; 32 on a CPU")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2, help="new tokens of each request")
+    parser.add_argument("--fresh", action="store_true", help="make the batch and its positions anew for each call")
     parser.add_argument("--padded", type=int, default=0, help="sentences of a padded call; 0 = a packed call")
     parser.add_argument("--attention", help="default: varlen on a GPU, reference on a CPU")
     parser.add_argument("--calls", type=int, default=1000)
@@ -133,15 +135,21 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, Callable[[], Any]]:
         compiler="eager" if cpu else "inductor",
         strict=True,
     )
-    batch = fgc.PrefillBatch([args.tokens] * args.requests, device=args.device)
+    lengths = [args.tokens] * args.requests
+    batch = fgc.PrefillBatch(lengths, device=args.device)
     ids = torch.randint(1, 1000, (1, batch.tokens), device=args.device)
     positions = batch.position_ids[None]
 
-    def call() -> Any:
+    def again() -> Any:
         with torch.inference_mode(), batch:
             return body(input_ids=ids, position_ids=positions, use_cache=False)
 
-    return body, call
+    def fresh() -> Any:
+        batch = fgc.PrefillBatch(lengths, device=args.device)
+        with torch.inference_mode(), batch:
+            return body(input_ids=ids, position_ids=batch.position_ids[None], use_cache=False)
+
+    return body, fresh if args.fresh else again
 
 
 def build_padded(args: argparse.Namespace) -> tuple[nn.Module, Callable[[], Any]]:
@@ -194,6 +202,28 @@ def timed(args: argparse.Namespace, call: Callable[[], Any]) -> list[float]:
         call()
         times.append((time.perf_counter() - start) * 1e6)
     synchronize(args)
+    return times
+
+
+def until_launch(args: argparse.Namespace, call: Callable[[], Any]) -> list[float]:
+    """Microseconds from the beginning of each of many calls until its graph is launched."""
+    kind: Any = Tape if args.device == "cpu" else CudaGraph
+    replay, launched = kind.replay, [0.0]
+
+    def noted(graph: Any) -> None:
+        launched[0] = time.perf_counter()
+        replay(graph)
+
+    kind.replay = noted
+    times = []
+    try:
+        for _ in range(args.calls):
+            synchronize(args)
+            start = time.perf_counter()
+            call()
+            times.append((launched[0] - start) * 1e6)
+    finally:
+        kind.replay = replay
     return times
 
 

@@ -124,6 +124,9 @@ class PrefillBatch:
     @cached_property
     def position_ids(self) -> Tensor:
         """Position of each row within its request, cached tokens counted: ``[T]`` int64 on ``device``."""
+        if self.requests == 1:
+            # A copy on the device: to pin memory for one from the host takes longer, and this is before the launch.
+            return counting(self.longest, self.device)[0, self.cached_tokens[0] :].clone()
         return to_device(self.host_positions, self.device)
 
     @cached_property

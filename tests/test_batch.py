@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullgraph_compile import PrefillBatch
+from fullgraph_compile import PagedKVCache, PrefillBatch
 from fullgraph_compile.batch import StaticBatch, active_batch
 from fullgraph_compile.staging import ExactBuffers, Poison, StaticBuffers
 
@@ -19,6 +19,15 @@ def test_positions_and_last_rows() -> None:
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
     assert batch.last_token_rows.tolist() == [2, 4]
     assert (batch.tokens, batch.requests, batch.longest) == (5, 3, 3)
+
+
+def test_positions_of_one_request_begin_after_its_prefix_and_are_the_batchs_own() -> None:
+    cache = PagedKVCache([(1, 8, 8)], pages=8, page_size=4, dtype=torch.float32, device="cpu")
+    batch = PrefillBatch([3], [5], cache=cache, pages=[[1, 2]])
+    assert batch.position_ids.tolist() == [5, 6, 7] and batch.host_positions.tolist() == [5, 6, 7]
+    batch.position_ids.zero_()
+    assert PrefillBatch([9], device="cpu").position_ids.tolist() == list(range(9))
+    assert PrefillBatch([0], device="cpu").position_ids.tolist() == []
 
 
 @pytest.mark.parametrize(

@@ -55,13 +55,14 @@ def play(
     Args:
         replay_ms: what the forward of a length takes in the long run.
     """
-    ids = torch.randint(vocabulary, (1, max(lengths)), device=device)
+    ids = torch.randint(vocabulary, (max(lengths),), device=device)
     total = replays = 0.0
     calls = 0
     for n in lengths:
         if total >= at_most_s:
             break
-        tokens: Tensor = ids[:, :n].clone()
+        # A copy of a slice [1, n] would keep the strides of the whole, for which torch.compile compiles anew.
+        tokens: Tensor = ids[:n].clone()[None]
         synchronize(device)
         start = time.perf_counter()
         call(tokens)

@@ -78,6 +78,7 @@ def plot(result: Result, paths: Sequence[str]) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for route in (r for r in ROUTES if result.times.get(r)):
@@ -89,6 +90,8 @@ def plot(result: Result, paths: Sequence[str]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [str(n) for n in sizes], rotation=45)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_xlabel("tokens of the call")
     axes.set_ylabel("ms a call")

@@ -151,7 +151,14 @@ def test_random_lengths_are_the_same_each_time_and_time_ends_them() -> None:
     lengths = random_lengths(50, 2048)
     assert lengths == random_lengths(50, 2048) and set(lengths) <= set(range(1, 2049))
     seen: list[int] = []
-    beyond = play(lambda ids: seen.append(ids.shape[1]), lengths, lambda n: 0.0, CPU, vocabulary=9, at_most_s=60)
+    strides: list[tuple[int, ...]] = []
+
+    def call(ids: torch.Tensor) -> None:
+        seen.append(ids.shape[1])
+        strides.append(ids.stride())
+
+    beyond = play(call, lengths, lambda n: 0.0, CPU, vocabulary=9, at_most_s=60)
+    assert strides == [(n, 1) for n in lengths]  # as the calls that routes were compiled with
     assert seen == lengths and beyond.calls == 50 and beyond.beyond_ms >= 0
     assert play(lambda ids: None, lengths, lambda n: 0.0, CPU, vocabulary=9, at_most_s=0.0).calls == 0
     assert between({10: 1.0, 20: 3.0})(15) == 2.0
