@@ -29,7 +29,7 @@ from fullgraph_compile.attention import create_attention
 from fullgraph_compile.attention.base import AttentionBackend
 from fullgraph_compile.attention.kv_write import write_site
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
-from fullgraph_compile.bench.timing import machine
+from fullgraph_compile.bench.timing import device_us, machine
 from fullgraph_compile.cache import PagedKVCache
 from fullgraph_compile.graphs import create_recorder
 from fullgraph_compile.ladder import capture_lengths
@@ -147,22 +147,6 @@ def spread(tokens: int, requests: int) -> list[int]:
     return [short + 1] * longer + [short] * (requests - longer)
 
 
-def time_of(call: Callable[[], object], layers: int, calls: int) -> float:
-    """Microseconds a layer."""
-    for _ in range(3):
-        call()
-    found = []
-    for _ in range(calls):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(6_000_000)  # longer than a slow host takes to queue a call
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1000 / layers)
-    return statistics.median(found)
-
-
 def times(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     jobs = [
@@ -185,13 +169,13 @@ def times(args: argparse.Namespace) -> list[dict[str, Any]]:
             batch = batch_over(cache, spread(tokens, live), [cached] * live)
             rig.stage(batch)
             label = "one" if live == 1 else "all"
-            row[f"graph_{label}_us"] = time_of(replay, args.sites, args.calls)
-            row[f"exact_{label}_us"] = time_of(rig.exact(batch), args.sites, args.calls)
+            row[f"graph_{label}_us"] = device_us(replay, repeats=args.calls) / args.sites
+            row[f"exact_{label}_us"] = device_us(rig.exact(batch), repeats=args.calls) / args.sites
         rig.stage(batch_over(cache, [1], [0]))
-        row["empty_us"] = time_of(replay, args.sites, args.calls)
+        row["empty_us"] = device_us(replay, repeats=args.calls) / args.sites
         if cache is not None:
             rig.stage(batch_over(cache, spread(tokens, 1), [cached]))
-            row["with_write_us"] = time_of(rig.capture(write=True), args.sites, args.calls)
+            row["with_write_us"] = device_us(rig.capture(write=True), repeats=args.calls) / args.sites
         assert rig.recorder is not None
         rig.recorder.close()
         rows.append(row)

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from fullgraph_compile.bench.timing import device_us
+
 # Rows (features out) x columns.  Down projections of Qwen3-8B, Llama-3.1-8B, Qwen2.5-7B, Qwen3-32B, Qwen3-4B, -1.7B and
 # -0.6B and SmolLM2-135M; output projections of Qwen3-8B, Qwen2.5-7B, Qwen3-4B, -1.7B and -0.6B; one smaller.
 SHAPES = [
@@ -37,15 +39,7 @@ def time_of(product: Callable[[Tensor], object], weights: list[Tensor]) -> float
     with torch.cuda.graph(graph):
         for i in range(CALLS):
             product(weights[i % len(weights)])
-    times = []
-    for _ in range(9):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / CALLS * 1e3)
-    return sorted(times)[len(times) // 2]
+    return device_us(graph.replay, repeats=9) / CALLS
 
 
 def row(tokens: int, weights: list[Tensor]) -> list[float | None]:

@@ -52,6 +52,29 @@ def median_ms(
     return statistics.median(found)
 
 
+def device_us(call: Callable[[], Any], *, repeats: int) -> float:
+    """Median time in us that the work of a call takes on the current GPU, by CUDA events.
+
+    The GPU is kept busy until the call is queued, so that a slow host is not in it.
+
+    Args:
+        call: queues work on the current stream.
+        repeats: calls that are timed, after three that are not.
+    """
+    for _ in range(3):
+        call()
+    found: list[float] = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(6_000_000)  # longer than a slow host takes to queue a call
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(found)
+
+
 def free_bytes(device: torch.device) -> int:
     """Free memory of the device after unused memory went back; 0 on a CPU."""
     if device.type != "cuda":
