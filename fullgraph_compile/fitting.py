@@ -16,7 +16,8 @@ from fullgraph_compile.capture import CaptureSet
 from fullgraph_compile.dispatch import Limits, Reason
 from fullgraph_compile.forecast import forecast, probe_sizes
 from fullgraph_compile.ladder import capture_lengths, slots_of
-from fullgraph_compile.measured_ladder import Forecast, MeasuredLadder, Timing, choose_ladder
+from fullgraph_compile.ladder_costs import Timing
+from fullgraph_compile.measured_ladder import Forecast, MeasuredLadder, choose_ladder
 from fullgraph_compile.progress import phase, steps
 from fullgraph_compile.report import log
 from fullgraph_compile.staging import metadata_bytes

@@ -14,7 +14,7 @@ import torch
 
 from fullgraph_compile.attention import attention_names
 from fullgraph_compile.ladder import MEASURED, check_buckets, check_lengths, default_ladder
-from fullgraph_compile.measured_ladder import candidate_sizes
+from fullgraph_compile.ladder_costs import candidate_sizes
 
 COMPILERS = ("inductor", "aot_eager", "eager")
 GRAPHS = ("auto", "cuda", "tape", "none")

@@ -13,7 +13,7 @@ import fullgraph_compile as fgc
 from fullgraph_compile import Reason, fitting
 from fullgraph_compile.forecast import peak_bytes
 from fullgraph_compile.graphs.tape import TapeRecorder
-from fullgraph_compile.measured_ladder import Timing
+from fullgraph_compile.ladder_costs import Timing
 from tests.runtime.bodies import both_ways, check, check_replayed, compiled, replays, run, runners, small
 
 MEASURED: dict[str, Any] = {"buckets": "measured", "max_tokens": 64}

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullgraph_compile.ladder import default_ladder
-from fullgraph_compile.measured_ladder import Costs, Forecast, Timing, candidate_sizes, choose_ladder
+from fullgraph_compile.ladder_costs import Costs, Timing, candidate_sizes
+from fullgraph_compile.measured_ladder import Forecast, choose_ladder
 
 
 def steps_at(*edges: tuple[int, float]):
