@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -49,7 +49,6 @@ class PrefillBatch:
 
     cache: PagedKVCache | None
     pages: list[list[int]] | None
-    _entered: Token[PrefillBatch | None] | None
 
     def __init__(
         self,
@@ -97,7 +96,6 @@ class PrefillBatch:
         self.device = device
         self.cache = None
         self.pages = None
-        self._entered = None
 
     @classmethod
     def of_checked(cls, new_tokens: list[int], device: torch.device) -> PrefillBatch:
@@ -162,13 +160,13 @@ class PrefillBatch:
             raise RuntimeError(
                 f"{self!r} was entered inside {active!r}; batches do not nest: leave the first before the second"
             )
-        self._entered = _active.set(self)
+        _active.set(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._entered is not None:
-            _active.reset(self._entered)
-            self._entered = None
+        # Nothing is kept in the batch: threads may be inside of one batch at once.
+        if _active.get() is self:
+            _active.set(None)
 
     def __repr__(self) -> str:
         some = ", ".join(map(str, self.new_tokens[:8])) + (", ..." if self.requests > 8 else "")

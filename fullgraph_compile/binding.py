@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,9 @@ from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule
 from fullgraph_compile.interposed import interposed
 from fullgraph_compile.refusals import Refusals
 from fullgraph_compile.variant import is_number
+
+# Parameters that may be given without their names.
+_PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Formed(NamedTuple):
@@ -55,6 +60,7 @@ class Binder:
     Args:
         module: the module.
         integration: what knows it.
+        parameters: those of its forward.
         traced: whether there is a trace for a form.
         before_learning: called before the module is asked what it means by a call; may raise ``NotServed``.
         lock: held while it is asked about a form.
@@ -67,14 +73,15 @@ class Binder:
         self,
         module: weakref.ref[nn.Module],
         integration: PlainModule,
-        names: list[str],
+        parameters: list[inspect.Parameter],
         traced: Callable[[Any], bool],
         before_learning: Callable[[], None],
         lock: threading.RLock,
     ) -> None:
         self.module = module
         self.integration = integration
-        self.names = names
+        self.names = [p.name for p in parameters]
+        self._by_place = [p.name for p in takewhile(lambda p: p.kind in _PLACED, parameters)]
         self.traced = traced
         self.before_learning = before_learning
         self.lock = lock
@@ -104,7 +111,7 @@ class Binder:
         assert module is not None
         if module.training:
             raise NotServed(Reason.TRAINING, "call eval() for graphs")
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs} if args else kwargs
+        given = self._named(args, kwargs) if args else kwargs
         if torch.is_grad_enabled() and _wants_grad(module, given):
             raise NotServed(Reason.GRAD, "call under torch.no_grad() or torch.inference_mode()")
         if what := interposed():
@@ -145,6 +152,21 @@ class Binder:
             with self.lock:
                 self._learn(self.integration.prepare, call)
         return formed
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name.
+
+        Raises:
+            NotServed: they have no names, or are given twice; the module itself says what it makes of that.
+        """
+        if len(args) > len(self._by_place):
+            most = f"no more than {len(self._by_place)} have names"
+            raise NotServed(Reason.ARGUMENTS, f"{len(args)} positional arguments, of which {most}")
+        given = dict(zip(self._by_place, args, strict=False))
+        for name in kwargs:
+            if name in given:
+                raise NotServed(Reason.ARGUMENTS, f"{name} is given twice")
+        return given | kwargs
 
     def _learn(self, question: Callable[[dict[str, Any]], None], arguments: dict[str, Any]) -> None:
         """Ask the module what it means by a call, or what its attention means, before it is traced.

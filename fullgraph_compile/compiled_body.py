@@ -6,7 +6,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from fullgraph_compile.batch import PrefillBatch, active_batch
 from fullgraph_compile.binding import Binder, Formed
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import Decision, FallbackError, Reason, RequestsMeet, Route
-from fullgraph_compile.forms import Forms, ModuleChanged
+from fullgraph_compile.forms import Forms
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
-from fullgraph_compile.integrations.plain import NotServed
+from fullgraph_compile.integrations.plain import ModuleChanged, NotServed
 from fullgraph_compile.options import Options, disabled
 from fullgraph_compile.pipeline import expected_decision
 from fullgraph_compile.registry import register, unregister
@@ -60,7 +60,7 @@ class CompiledBody:
         self.binder = Binder(
             self.module,
             self.integration,
-            list(self.__signature__.parameters),
+            list(self.__signature__.parameters.values()),
             self.forms.variants.__contains__,
             self.forms.check_weights,
             self._lock,
@@ -92,26 +92,29 @@ class CompiledBody:
             # Each change may show in more than one form of the call: one was bound as the module had been, others were
             # traced then.
             for _ in range(self.MOST_CHANGES):
-                try:
+                with suppress(ModuleChanged):
                     return self._served(args, kwargs)
-                except ModuleChanged:
-                    self.integration.forget()
-                    self.binder.forget()
             raise NotServed(Reason.NOT_LASTING)
         except NotServed as refusal:
             return self._eager(refusal, args, kwargs)
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self.binder.bind(args, kwargs)
-        batch = call.bound.batch
-        self.report.device_reads += call.bound.device_reads
         given = active_batch()
         try:
+            # What was learned of the module must not be forgotten while a call is bound by it.
             with self._lock:
-                if batch is None or batch is given:
-                    return self._result(call)
-                with batch:
-                    return self._result(call)
+                try:
+                    call = self.binder.bind(args, kwargs)
+                    batch = call.bound.batch
+                    self.report.device_reads += call.bound.device_reads
+                    if batch is None or batch is given:
+                        return self._result(call)
+                    with batch:
+                        return self._result(call)
+                except ModuleChanged:
+                    self.integration.forget()
+                    self.binder.forget()
+                    raise
         except RequestsMeet as error:
             if given is not None:
                 raise
@@ -175,11 +178,16 @@ class CompiledBody:
 
     def release(self) -> None:
         """Free the graphs; the next call captures again, without compiling."""
-        self.binder.release()
-        self.forms.release()
+        with self._lock:
+            self.binder.release()
+            self.forms.release()
 
     def close(self) -> None:
         """Put the module's own forward back and free everything."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         self.release()
         unregister(self, *self.graphs())
         self.forms.variants.clear()

@@ -13,16 +13,12 @@ from fullgraph_compile.binding import Formed
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import Reason, RequestsMeet
 from fullgraph_compile.integrations.offloading import moved_weights
-from fullgraph_compile.integrations.plain import Bound, NotServed
+from fullgraph_compile.integrations.plain import Bound, ModuleChanged, NotServed
 from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.refusals import Refusals
 from fullgraph_compile.runner import WeightsChanged
 from fullgraph_compile.tracing import Tracer
 from fullgraph_compile.variant import Variant
-
-
-class ModuleChanged(Exception):
-    """What was traced does not hold, and what was learned of the module before may not either."""
 
 
 class Forms:
@@ -139,7 +135,7 @@ class Forms:
             raise
         if variant.lasting:
             self.refusals.drop(key)
-            self.variants[key].insert(0, variant)
+            self.variants.setdefault(key, []).insert(0, variant)
         else:
             self.refusals.add(key, NotServed(Reason.NOT_LASTING))
         return variant, result
@@ -167,7 +163,7 @@ class Forms:
 
     def graphs(self) -> list[CapturedGraph]:
         """What was traced for graphs so far."""
-        return [v.graph for vs in self.variants.values() for v in vs if isinstance(v.graph, CapturedGraph)]
+        return [v.graph for vs in list(self.variants.values()) for v in list(vs) if isinstance(v.graph, CapturedGraph)]
 
     def release(self) -> None:
         """Free the graphs, and try again what was refused."""

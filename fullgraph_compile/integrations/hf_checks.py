@@ -174,11 +174,7 @@ class Checks:
         return small
 
     def _small_positions(self, like: Tensor, tokens: int) -> Tensor:
-        past = (
-            hf_facts.padding_id(self.front.module) + 1
-            if self.front.facts and self.front.facts.positions == "ids"
-            else 0
-        )
+        past = self.front.facts.padding + 1 if self.front.facts is not None else 0
         return (torch.arange(tokens, device=like.device) + past).expand(*like.shape[:-1], tokens)
 
     def _pack(self, calls: list[dict[str, Any]]) -> dict[str, Any]:

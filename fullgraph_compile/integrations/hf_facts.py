@@ -28,6 +28,8 @@ class Facts:
         restarts: whether it takes a restart of positions for a new request, where there is neither mask nor cache.
         cache: the class of the cache that it makes with ``use_cache=True``, or None.
         pooler: what makes ``pooler_output`` of padded hidden states; None = it has none, or one that is not known.
+        padding: the id that pads, by the rule "ids"; -1 where that is not the rule.
+        paddings: what was in the ``padding_places`` of the model, by that rule.
     """
 
     output: type[Any]
@@ -35,6 +37,8 @@ class Facts:
     restarts: bool
     cache: type[Any] | None
     pooler: Callable[[nn.Module, Tensor], Tensor] | None
+    padding: int = -1
+    paddings: tuple[Any, ...] = ()
 
 
 def learn(module: nn.Module, forward: Callable[..., Any], names: list[str], lead: str, sample: Tensor) -> Facts:
@@ -54,30 +58,33 @@ def learn(module: nn.Module, forward: Callable[..., Any], names: list[str], lead
         # It makes no cache for such a call, or none at all.
         out = forward(**{lead: tokens}, **({"use_cache": False} if "use_cache" in names else {}))
     hidden = leading(out)
-    positions = None
+    positions, padding = None, -1
+    paddings = tuple(attributes.get(name) for attributes, name in padding_places(module))
     if "position_ids" in names:
-        for rule in ("columns", "ids"):
-            given = default_positions(rule, module, tokens if lead == "input_ids" else None, REAL, tokens.device)
-            if (
-                given is not None
-                and error(leading(forward(**{lead: tokens}, position_ids=given)), hidden) <= allowed(hidden) / 100
-            ):
-                positions = rule
+        # The id that pads may be another one in the config than where the model was built by it.
+        ids = dict.fromkeys(n for n in paddings if type(n) is int and n >= 0)
+        for rule, pads in (("columns", -1), *(("ids", n) for n in ids)):
+            given = default_positions(rule, pads, tokens if lead == "input_ids" else None, REAL, tokens.device)
+            if error(leading(forward(**{lead: tokens}, position_ids=given)), hidden) <= allowed(hidden) / 100:
+                positions, padding = rule, pads
                 break
     cache = next((out[name] for name in ("cache", "past_key_values") if isinstance(out, dict) and name in out), None)
     made = None if cache is None else type(cache)
-    return Facts(type(out), positions, _restarts(forward, names, lead, tokens), made, _pooler(module, out))
+    restarts = _restarts(forward, names, lead, small_tokens(module, lead, sample, 2 * REAL))
+    read = paddings if positions == "ids" else ()
+    return Facts(type(out), positions, restarts, made, _pooler(module, out), padding, read)
 
 
 def _restarts(forward: Callable[..., Any], names: list[str], lead: str, tokens: Tensor) -> bool:
+    """Whether two requests in ``tokens`` are kept apart by their positions.  Of the same tokens twice a two-sided
+    attention would make what it makes of them once."""
     if "position_ids" not in names:
         return False
     once = torch.arange(REAL, device=tokens.device)[None] + 2
     call: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
-    alone = leading(forward(**{lead: tokens}, position_ids=once, **call))
-    twice = torch.cat([tokens, tokens], dim=1)
-    together = leading(forward(**{lead: twice}, position_ids=once.repeat(1, 2), **call))
-    return error(together, alone.repeat(1, 2, 1)) <= allowed(alone)
+    alone = [leading(forward(**{lead: part}, position_ids=once, **call)) for part in tokens.split(REAL, dim=1)]
+    together = leading(forward(**{lead: tokens}, position_ids=once.repeat(1, 2), **call))
+    return error(together, torch.cat(alone, dim=1)) <= allowed(together)
 
 
 def small_tokens(module: nn.Module, lead: str, sample: Tensor, count: int) -> Tensor:
@@ -103,15 +110,19 @@ def padding_id(module: nn.Module) -> int:
     return -1 if found is None else int(found)
 
 
-def default_positions(
-    rule: str, module: nn.Module, ids: Tensor | None, columns: int, device: torch.device
-) -> Tensor | None:
-    """``[B, S]`` (or ``[1, S]``) positions of a padded batch by a rule; None where it says nothing."""
+def padding_places(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where a model may read the id that pads: attributes, and the names of those."""
+    config: Any = module.config
+    return [
+        (vars(config.get_text_config()), "pad_token_id"),
+        *((vars(part), "padding_idx") for part in module.modules() if "padding_idx" in vars(part)),
+    ]
+
+
+def default_positions(rule: str, past: int, ids: Tensor | None, columns: int, device: torch.device) -> Tensor:
+    """``[B, S]`` (or ``[1, S]``) positions of a padded batch by a rule, where the id ``past`` pads."""
     if rule == "columns":
         return torch.arange(columns, device=device)[None]
-    past = padding_id(module)
-    if past < 0:
-        return None
     if ids is None:
         return torch.arange(columns, device=device)[None] + past + 1
     real = ids.ne(past).long()
@@ -119,13 +130,14 @@ def default_positions(
 
 
 def rule_of_padding(
-    module: nn.Module, forward: Callable[..., Any], left: bool, rules: list[str | None]
+    module: nn.Module, forward: Callable[..., Any], left: bool, rules: list[str | None], past: int
 ) -> str | bool | None:
     """The first rule by which a request alone equals what the model makes of it with padding around; False = none.
 
     Args:
         left: where the padding is.
         rules: as ``Facts.positions``, or "ranks", which counts real tokens.
+        past: as ``Facts.padding``.
     """
     device = next(module.parameters()).device
     tokens = small_tokens(module, "input_ids", torch.zeros(1, dtype=torch.long, device=device), REAL)
@@ -140,8 +152,7 @@ def rule_of_padding(
         if rule == "ranks":
             call["position_ids"] = torch.arange(REAL, device=device)[None]
         elif rule is not None:
-            found = default_positions(rule, module, ids, COLUMNS, device)
-            assert found is not None
+            found = default_positions(rule, past, ids, COLUMNS, device)
             call["position_ids"] = found[:, start : start + REAL]
         got = leading(forward(input_ids=tokens, **call))
         if error(got, want) <= allowed(got):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # What a model takes and a prefill has no use for: where in the cache the tokens go.
 _IGNORED = ("cache_position",)
+# Arguments that are looked at here, where None is nothing.
+_READ = frozenset({"input_ids", "inputs_embeds", "position_ids", "use_cache", "return_dict", "labels", *hf_cache.NAMES})
 
 
 class Reading:
@@ -37,8 +39,11 @@ class Reading:
 
     def __init__(self, front: TransformersModule, given: dict[str, Any]) -> None:
         self.front = front
-        call = {k: v for k, v in given.items() if v is not None and k not in _IGNORED}
-        self.dicts = call.pop("return_dict", getattr(front.module.config, "return_dict", True)) is not False
+        call = {k: v for k, v in given.items() if not (k in _IGNORED or (v is None and _nothing(k, front)))}
+        dicts = getattr(front.module.config, "return_dict", True)
+        if "return_dict" in given and given["return_dict"] is None and not dicts:
+            raise NotServed(Reason.ARGUMENTS, "return_dict is None, and False in the config")
+        self.dicts = call.pop("return_dict", dicts) is not False
         for name in ("labels", "output_attentions"):
             if call.get(name) is not None and call[name] is not False:
                 raise NotServed(Reason.ARGUMENTS, f"{name} is given")
@@ -86,6 +91,9 @@ class Reading:
         if tokens.dim() != (2 if self.lead == "input_ids" else 3):
             raise NotServed(Reason.ARGUMENTS, f"{self.lead} has shape {tuple(tokens.shape)}")
         rows, columns = tokens.shape[:2]
+        pools = front.facts is not None and front.facts.pooler is not None
+        if not rows or (pools and not columns):
+            raise NotServed(Reason.EMPTY, f"{self.lead} has shape {tuple(tokens.shape)}")
         device = tokens.device
         positions = as_padded(given.get("position_ids"), rows, columns)
 
@@ -102,7 +110,8 @@ class Reading:
         made = packed_positions(front, ids, positions, packing, batch, active)
         if made is not None:
             call["position_ids"] = made
-        if cache is not None and packing.trivial and batch.requests > 1:
+        if cache is not None and batch.requests > rows:
+            # Of a batch; positions that begin anew mean nothing to a model that fills a cache.
             raise NotServed(
                 Reason.ARGUMENTS, "use_cache is on, but a packed batch leaves no cache: give use_cache=False"
             )
@@ -135,6 +144,11 @@ class Reading:
             raise NotServed(
                 Reason.MASK, "attention_mask without decoder_attention_mask: the decoder has no padding there"
             )
+
+
+def _nothing(name: str, front: TransformersModule) -> bool:
+    """Whether an argument that is None is as if it were not given; if not, it may take the place of the config's."""
+    return name in front.optional or name in _READ or "mask" in name
 
 
 def _take_decoder_mask(call: dict[str, Any]) -> str | None:

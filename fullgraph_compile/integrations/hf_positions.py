@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.host_values import to_device
-from fullgraph_compile.integrations.hf_facts import default_positions, padding_id
+from fullgraph_compile.integrations.hf_facts import default_positions
 from fullgraph_compile.integrations.packing import Packing
 from fullgraph_compile.integrations.plain import NotServed
 
@@ -68,16 +68,15 @@ def packed_positions(
         return batch.row_of_positions if packing.trivial else packing.column_of_token[None]
     if rule == "ranks":
         return batch.row_of_positions
+    past = front.facts.padding if front.facts is not None else -1
     if packing.trivial and batch.requests > 1:
-        return _ids_positions_of_packed(front.module, ids, batch)
-    found = default_positions(rule, front.module, ids, columns, packing.device)
-    assert found is not None
+        return _ids_positions_of_packed(past, ids, batch)
+    found = default_positions(rule, past, ids, columns, packing.device)
     return packing.pack(found.expand(rows, columns))
 
 
-def _ids_positions_of_packed(module: nn.Module, ids: Tensor | None, batch: PrefillBatch) -> Tensor:
+def _ids_positions_of_packed(past: int, ids: Tensor | None, batch: PrefillBatch) -> Tensor:
     """The rule "ids" for requests in one row, each counted from its own first token."""
-    past = padding_id(module)
     if ids is None:
         return batch.row_of_positions + past + 1
     real = ids.ne(past).long()

@@ -24,6 +24,10 @@ class NotServed(Exception):
         self.detail = detail
 
 
+class ModuleChanged(Exception):
+    """What was traced does not hold, and what was learned of the module before may not either."""
+
+
 class Bound(NamedTuple):
     """A call as a trace takes it.
 

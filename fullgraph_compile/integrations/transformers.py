@@ -20,7 +20,7 @@ from fullgraph_compile.integrations.hf_attention import ATTENTION, Watching, att
 from fullgraph_compile.integrations.hf_checks import Checks
 from fullgraph_compile.integrations.hf_facts import REAL, Facts
 from fullgraph_compile.integrations.packing import Spans
-from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule, device_of
+from fullgraph_compile.integrations.plain import Bound, ModuleChanged, NotServed, PlainModule, device_of
 from fullgraph_compile.integrations.refusing import refusing
 from fullgraph_compile.refusals import Refusals
 from fullgraph_compile.results import Outputs
@@ -56,13 +56,17 @@ class TransformersModule(PlainModule):
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_function)
         hf_masks.register()
         self.name = type(whole).__name__
-        self.names = list(inspect.signature(module.forward).parameters)
+        parameters = inspect.signature(module.forward).parameters
+        self.names = list(parameters)
+        # Arguments of which None says no more than that they are not given.
+        self.optional = frozenset(name for name, p in parameters.items() if p.default is None)
         self.facts: Facts | None = None
         self._rows_stay = whole is module or _keeps_rows(whole)
         self._whole_pools = whole is not module and any(part in self.name for part in _POOLING)
         self._causal = _is_causal(module)
         self._configs = _configs(module)
         self._checks = Checks(self)
+        self._paddings: list[tuple[dict[str, Any], str]] = []
         self._prepared = False
         self._primed: set[Any] = set()
         # Rule of the positions by where the padding is; False = calls with such padding are not served.
@@ -122,7 +126,8 @@ class TransformersModule(PlainModule):
         # Past the config's own attribute access, which costs more than all else.
         own = object.__getattribute__(config, "__dict__")
         read = ("use_cache", "return_dict")
-        return tuple([own[name] if name in own else getattr(config, name, None) for name in read])
+        paddings = [attributes.get(name) for attributes, name in self._paddings]
+        return (*[own[name] if name in own else getattr(config, name, None) for name in read], *paddings)
 
     @property
     def prepared(self) -> bool:
@@ -131,6 +136,7 @@ class TransformersModule(PlainModule):
     def forget(self) -> None:
         with self._lock:
             self.facts = None
+            self._paddings = []
             self._prepared, self.op_attention, self.one_request = False, True, False
             self._primed.clear()
             self._rules.clear()
@@ -173,6 +179,9 @@ class TransformersModule(PlainModule):
             )
 
     def learn(self, given: dict[str, Any]) -> None:
+        # No guard of a trace, which is given positions, tells that the model makes others now.
+        if self.facts is not None and self.facts.paddings != tuple(d.get(name) for d, name in self._paddings):
+            raise ModuleChanged
         leads = [n for n in ("input_ids", "inputs_embeds") if isinstance(given.get(n), Tensor)]
         if self.facts is not None or len(leads) != 1:
             return
@@ -185,6 +194,7 @@ class TransformersModule(PlainModule):
             if not issubclass(facts.output, dict) and not getattr(self.module.config, "return_dict", True):
                 # Not kept: it would hold no longer once that is set again.
                 raise NotServed(Reason.ARGUMENTS, f"{self.name}.config.return_dict is False: its output has no names")
+            self._paddings = hf_facts.padding_places(self.module) if facts.paddings else []
             self.facts = facts
 
     def positions_for(self, spans: Spans) -> str | None:
@@ -207,7 +217,7 @@ class TransformersModule(PlainModule):
         if left not in self._rules:
             rules: list[str | None] = [rule, "ranks"] if rule == "columns" else [rule]
             with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ATTENTION):
-                self._rules[left] = hf_facts.rule_of_padding(self.module, self._asked, left, rules)
+                self._rules[left] = hf_facts.rule_of_padding(self.module, self._asked, left, rules, self.facts.padding)
         found = self._rules[left]
         if found is False:
             side = "left" if left else "right"
@@ -223,7 +233,7 @@ class TransformersModule(PlainModule):
 
         transformers installs hooks at the first call that asks for more outputs, which would not trace.
         """
-        form = frozenset((k, v) for k, v in call.items() if isinstance(v, (bool, str)))
+        form = frozenset((k, v) for k, v in call.items() if v is None or isinstance(v, (bool, str)))
         if self._prepared and form in self._primed:
             return
         device = device_of(call)
@@ -265,8 +275,6 @@ class TransformersModule(PlainModule):
 
 # Heads of two-sided models that read one row of each request, by the class's name.
 _POOLING = ("SequenceClassification", "MultipleChoice", "NextSentence", "ForPreTraining")
-
-
 # Heads that work row by row beside those that make logits of a vocabulary, by the class's name.
 _ROW_BY_ROW = ("ForTokenClassification", "ForQuestionAnswering", "ForQuestionAnsweringSimple")
 

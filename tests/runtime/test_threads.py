@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 import fullgraph_compile as fgc
+from fullgraph_compile.batch import active_batch
+from fullgraph_compile.compiled_body import compiled_body
+from tests.models import tiny
 from tests.runtime.bodies import both_ways, compiled, equal, ready, replays, run, small
 
 
@@ -74,3 +78,61 @@ def test_a_batch_belongs_to_the_thread_that_entered_it() -> None:
         assert done.wait(30)
     thread.join()
     equal(got[0], run(eager, 7))
+
+
+def test_threads_inside_of_one_batch_leave_it_each_for_itself() -> None:
+    batch, both = fgc.PrefillBatch([3, 4], device="cpu"), threading.Barrier(2)
+    left: list[Any] = []
+
+    def work(turn: int) -> None:
+        try:
+            with batch:
+                both.wait()
+                # The one that came in first leaves first, or last.
+                if turn:
+                    both.wait()
+            if not turn:
+                both.wait()
+            left.append(active_batch())
+        except BaseException as error:
+            left.append(error)
+            both.abort()
+
+    for order in ((0, 1), (1, 0)):
+        threads = []
+        for turn in order:
+            threads.append(threading.Thread(target=work, args=(turn,)))
+            threads[-1].start()
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join()
+    assert left == [None] * 4
+
+
+def test_what_was_learned_of_a_model_is_not_forgotten_under_a_call_of_another_thread() -> None:
+    module = tiny("Llama", num_hidden_layers=1)
+    body = ready("compile", module)
+    compiled = compiled_body(body)
+    assert compiled is not None
+    started, done = threading.Event(), threading.Event()
+    bind = compiled.binder.bind
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        bound = bind(*args, **kwargs)
+        started.set()
+        # No other thread gets to forget until the call is made.
+        assert not done.wait(0.2)
+        return bound
+
+    compiled.binder.bind = slow  # type: ignore[method-assign]
+
+    def forget() -> None:
+        started.wait()
+        fgc.release(body)
+        done.set()
+
+    thread = threading.Thread(target=forget)
+    thread.start()
+    out = run(body, 5)
+    thread.join()
+    assert type(out) is type(run(copy.deepcopy(module), 5))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
@@ -158,3 +158,28 @@ def test_b116_dropout_is_live_in_training_mode_only() -> None:
     torch.set_rng_state(state)
     check_replayed(body, eager, 7, 12)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_arguments_that_the_module_does_not_take_are_an_error_as_without_compile() -> None:
+    body = ready("compile", small())
+    ids, positions = tokens(5)[None], torch.arange(5)[None]
+    for args, kwargs in (((ids, positions, 1), {}), ((ids,), {"input_ids": ids, "position_ids": positions})):
+        with pytest.raises(TypeError, match=r"positional argument|multiple values"):
+            body(*args, **kwargs)
+
+
+class Summed(T2):
+    """Takes any more tensors by their place."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, *more: Tensor, **named: Tensor) -> Tensor:
+        return super().forward(input_ids, position_ids) + sum(x.sum() for x in more) * 10
+
+
+def test_arguments_without_a_name_are_not_lost() -> None:
+    module = Summed(layers=1).eval()
+    eager = copy.deepcopy(module)
+    body = ready("compile", module)
+    ids, positions = tokens(5)[None], torch.arange(5)[None]
+    with torch.no_grad():
+        for more in ((), (torch.ones(2),), (torch.ones(2), torch.ones(3))):
+            equal(body(ids, positions, *more), eager(ids, positions, *more))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
-from fullgraph_compile.forms import Forms, ModuleChanged
+from fullgraph_compile.forms import Forms
 from fullgraph_compile.integrations import hf_back
+from fullgraph_compile.integrations.plain import ModuleChanged
 from fullgraph_compile.tracing import Tracer
 from tests.transformers_models.whole import call, close, fallbacks, padded, pair, replays, rows_equal
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import fullgraph_compile as fgc
 from fullgraph_compile import Reason
 from fullgraph_compile.tracing import Tracer
 from fullgraph_compile.watching import WORKS
@@ -124,3 +125,66 @@ def test_an_encoder_whose_pooler_is_left_out_of_its_trace_is_asked_only_what_cha
     with torch.no_grad():
         torch.testing.assert_close(got.pooler_output, model.pooler(got.last_hidden_state))
     assert not torch.equal(got.pooler_output, first.pooler_output)
+
+
+@pytest.mark.parametrize("use_cache", [True, False, None])
+def test_positions_that_begin_anew_in_each_row_mean_what_they_mean_to_the_model(use_cache: bool | None) -> None:
+    """To a model that fills a cache, nothing."""
+    model, eager = pair("Llama", num_hidden_layers=1)
+    ids, positions = torch.randint(2, 97, (2, 6)), torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+    given: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": use_cache}
+    for _ in range(2):
+        torch.testing.assert_close(call(model, **given).logits, call(eager, **given).logits, rtol=1e-5, atol=1e-5)
+    assert replays(model) == (0 if use_cache is not False else 2)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta"])
+def test_positions_that_begin_anew_do_not_part_what_a_two_sided_model_sees(name: str) -> None:
+    model, eager = pair(name, "Model", num_hidden_layers=1)
+    positions = torch.tensor([[2, 3, 4, 2, 3, 4, 5]])
+    for seed in (1, 2):
+        given = {"input_ids": padded([7], seed=seed)["input_ids"], "position_ids": positions}
+        torch.testing.assert_close(call(model, **given)[0], call(eager, **given)[0], rtol=1e-5, atol=1e-5)
+    assert replays(model) == 2
+
+
+def test_the_padding_id_by_which_positions_are_counted_is_the_models_own_at_each_call() -> None:
+    model, eager = pair("Roberta", "Model", num_hidden_layers=1)
+    ids = torch.tensor([[7, 5, 1, 9, 5, 0], [8, 1, 1, 5, 6, 3]])
+    seen = []
+    for place, pad in (("embeddings", 1), ("embeddings", 5), ("config", 0), ("embeddings", 1), ("embeddings", 5)):
+        for m in (model, eager):
+            setattr(m.config, "pad_token_id", pad) if place == "config" else setattr(m.embeddings, "padding_idx", pad)
+        for _ in range(2):
+            got, want = call(model, input_ids=ids)[0], call(eager, input_ids=ids)[0]
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        seen.append(want)
+    assert float((seen[1] - seen[0]).abs().max()) > 1e-2
+    assert replays(model) == 10
+    assert fgc.report(model).compiles == 1
+
+
+def test_none_in_the_place_of_what_the_config_says_is_not_the_config() -> None:
+    model, eager = pair("Llama", "Model", num_hidden_layers=1)
+    inputs: dict[str, Any] = {**padded([3, 5]), "use_cache": False}
+    for m in (model, eager):
+        m.config.output_hidden_states = True
+    for more in ({}, {"output_hidden_states": None}, {"output_hidden_states": True}) * 2:
+        got, want = call(model, **inputs, **more), call(eager, **inputs, **more)
+        assert list(got) == list(want)
+    assert not fallbacks(model)
+
+
+def test_a_call_of_no_rows_and_one_without_tokens_to_pool_fail_as_the_model_does() -> None:
+    model, eager = pair("Bert", "Model", num_hidden_layers=1)
+    call(model, **padded([3, 5]))
+    for shape in ((0, 5), (2, 0), (0, 0)):
+        ids = torch.ones(shape, dtype=torch.long)
+        for more in ({}, {"attention_mask": ids}):
+            errors = []
+            for m in (model, eager):
+                with pytest.raises(RuntimeError) as raised:
+                    call(m, input_ids=ids, **more)
+                errors.append(str(raised.value))
+            assert errors[0] == errors[1]
+    assert fallbacks(model) == {Reason.EMPTY: 6}
