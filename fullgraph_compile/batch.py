@@ -125,14 +125,14 @@ class PrefillBatch:
         if self.requests == 1:
             # A copy on the device: to pin memory for one from the host takes longer, and this is before the launch.
             return counting(self.longest, self.device)[0, self.cached_tokens[0] :].clone()
-        return to_device(self.host_positions, self.device)
+        return to_device(self.host_positions.copy(), self.device)  # the caller may write to them
 
     @cached_property
     def row_of_positions(self) -> Tensor:
-        """``position_ids`` as a packed call takes them: ``[1, T]``; nothing may write to it."""
+        """The positions as a packed call takes them: ``[1, T]``; nothing may write to it."""
         if self.requests == 1 and not self.cached_tokens[0]:
             return counting(self.tokens, self.device)
-        return self.position_ids[None]
+        return to_device(self.host_positions, self.device)[None]
 
     @cached_property
     def host_positions(self) -> np.ndarray:

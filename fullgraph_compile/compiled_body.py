@@ -6,7 +6,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -89,12 +89,7 @@ class CompiledBody:
             return self.forward(*args, **kwargs)
         self._counts.calls = self.calls + 1
         try:
-            # Each change may show in more than one form of the call: one was bound as the module had been, others were
-            # traced then.
-            for _ in range(self.MOST_CHANGES):
-                with suppress(ModuleChanged):
-                    return self._served(args, kwargs)
-            raise NotServed(Reason.NOT_LASTING)
+            return self._served(args, kwargs)
         except NotServed as refusal:
             return self._eager(refusal, args, kwargs)
 
@@ -103,18 +98,21 @@ class CompiledBody:
         try:
             # What was learned of the module must not be forgotten while a call is bound by it.
             with self._lock:
-                try:
-                    call = self.binder.bind(args, kwargs)
-                    batch = call.bound.batch
-                    self.report.device_reads += call.bound.device_reads
-                    if batch is None or batch is given:
-                        return self._result(call)
-                    with batch:
-                        return self._result(call)
-                except ModuleChanged:
-                    self.integration.forget()
-                    self.binder.forget()
-                    raise
+                # Each change may show in more than one form of the call: one was bound as the module had been, others
+                # were traced then.
+                for _ in range(self.MOST_CHANGES):
+                    try:
+                        call = self.binder.bind(args, kwargs)
+                        batch = call.bound.batch
+                        self.report.device_reads += call.bound.device_reads
+                        if batch is None or batch is given:
+                            return self._result(call)
+                        with batch:
+                            return self._result(call)
+                    except ModuleChanged:
+                        self.integration.forget()
+                        self.binder.forget()
+            raise NotServed(Reason.NOT_LASTING)
         except RequestsMeet as error:
             if given is not None:
                 raise
@@ -133,7 +131,9 @@ class CompiledBody:
         """The original call.  Inside a batch of several requests it would mean something else, so it is an error."""
         self.report.fell_back(refusal.reason, refusal.detail, strict=self.options.strict)
         self._check_eager(refusal)
-        return self.forward(*args, **kwargs)
+        # Another thread's call may be traced meanwhile, for which the module itself is switched.
+        with self._lock if self.integration.switches else nullcontext():
+            return self.forward(*args, **kwargs)
 
     def _check_eager(self, refusal: NotServed) -> None:
         batch = active_batch()

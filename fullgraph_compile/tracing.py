@@ -6,6 +6,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +36,35 @@ from fullgraph_compile.watching import WORKS
 _GUARDS = {"skip_nnmodule_hook_guards": False}
 if WORKS and hasattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards"):
     _GUARDS["use_recursive_dict_tags_for_guards"] = False
+
+
+@dataclass
+class _First:
+    """What is seen of the first call of a trace.
+
+    Attributes:
+        graph: what the backend made.
+        args: what that was called with.
+        results: what it returned.
+        failed: what the backend raised.
+        codes: what was traced through.
+        ran: whether there was such a call.
+    """
+
+    graph: Any = None
+    args: Sequence[Any] = ()
+    results: Sequence[Any] = ()
+    failed: BadOption | NotServed | None = None
+    codes: set[types.CodeType] = field(default_factory=set)
+    ran: bool = False
+
+    def clear(self) -> None:
+        """Let go of all; there was a first call."""
+        self.graph, self.args, self.results, self.failed, self.codes, self.ran = None, (), (), None, set(), True
+
+
+class _Graphs(list[Any]):
+    """What the backend made for one trace.  Its variant holds them; Dynamo, which keeps a trace for good, does not."""
 
 
 class Tracer:
@@ -104,36 +134,51 @@ class Tracer:
     def _trace(
         self, module: nn.Module, call: dict[str, Any], *, unbacked: bool, oblivious: bool
     ) -> tuple[Variant, Any]:
-        seen: list[Any] = []
-        outputs: list[Any] = []
-        failed: list[BadOption | NotServed] = []
-        codes: set[types.CodeType] = set()
-        ran: list[bool] = []
+        # Dynamo keeps the backend for good; what that holds would be kept with it, up to the weights.
+        first = _First()
+        try:
+            return self._trace_into(first, module, call, unbacked=unbacked, oblivious=oblivious)
+        finally:
+            first.clear()
 
+    def _trace_into(
+        self, first: _First, module: nn.Module, call: dict[str, Any], *, unbacked: bool, oblivious: bool
+    ) -> tuple[Variant, Any]:
         shown = ExitStack()
+        graphs = _Graphs()
+        me, made = weakref.ref(self), weakref.ref(graphs)
 
         def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-            codes.update(traced_code())
+            first.codes.update(traced_code())
             shown.close()  # what follows shows itself
+            tracer = me()
+            assert tracer is not None
+            integration = tracer.integration
             try:
-                graph = compile_graph(gm, examples, self.options, self.report, self.fused)
+                graph = compile_graph(gm, examples, tracer.options, tracer.report, tracer.fused)
             except BadOption as error:
-                failed.append(error)
+                first.failed = error
                 raise
             if isinstance(graph, CapturedGraph):
                 graph.as_traced = None  # this body traces anew
-                if self.integration.one_request:
+                if integration.one_request:
                     graph.serve_one_request()
-            if self.integration.all_or_nothing and (refusal := _not_captured(graph)) is not None:
-                failed.append(refusal)
+            if integration.all_or_nothing and (refusal := _not_captured(graph)) is not None:
+                first.failed = refusal
                 raise refusal
 
+            kept = made()
+            assert kept is not None
+            at = len(kept)
+            kept.append(graph)
+
             def run(*args: Any) -> Any:
-                ran.append(True)
-                results = graph(*args)
-                if not seen:
-                    seen.extend((graph, args))
-                    outputs.extend(results)
+                due, first.ran = not first.ran, True
+                kept = made()
+                assert kept is not None
+                results = kept[at](*args)
+                if due:
+                    first.graph, first.args, first.results = kept[at], args, results
                 return results
 
             return run
@@ -153,20 +198,21 @@ class Tracer:
             try:
                 result = traced(module, marked)
             except (TorchDynamoException, ConstraintViolationError) as error:
-                if failed:
-                    raise failed[0] from None
+                if first.failed is not None:
+                    raise first.failed from None
                 raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from None
             except Exception as error:
                 # Before anything was computed it is the trace's own, or the module's, which then raises it again.
-                if ran:
+                if first.ran:
                     raise
                 raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from error
-        if not seen:
+        if first.graph is None:
             raise NotServed(Reason.NOT_TRACED, "nothing was traced")
-        variant = Variant(seen[0], traced, body.__code__, marked, unbacked, weakref.ref(module))
-        variant.functions = ClassFunctions(module, codes)
+        variant = Variant(first.graph, traced, body.__code__, marked, unbacked, weakref.ref(module))
+        variant.graphs = graphs
+        variant.functions = ClassFunctions(module, first.codes)
         if not left_something(before):
-            variant.learn(seen[1], outputs, result)
+            variant.learn(first.args, first.results, result)
             variant.lasting = self.holds(variant)
             variant.direct = variant.direct and variant.lasting
         if variant.direct:

@@ -56,6 +56,7 @@ class Variant:
         in_any_mode: whether ``still_holds`` may be asked without the modes that the trace was made under, as long as
             there are no gradients: entering them takes as long as asking.
         result: how the call's result is made of the graph's.
+        graphs: all that ``traced`` may call, which nothing else keeps alive.
     """
 
     graph: Any
@@ -78,11 +79,11 @@ class Variant:
     meet: str = ""
     standing: StandingGuards | None = None
     in_any_mode: bool = False
+    graphs: Sequence[Any] = ()
     _locals: dict[str, Any] = field(default_factory=dict)
     # The numbers of the traced call.
     _numbers: dict[str, Any] = field(init=False)
-    # Calls until changes are watched for again, and how many those are after the next change: to begin anew takes
-    # as long as ten askings, and a module may change at each call.
+    # Calls until changes are watched for again, and how many after the next change: to begin anew takes ten askings.
     _quiet: int = 0
     _pause: int = 0
 
@@ -99,9 +100,7 @@ class Variant:
         module = self.module()
         if not isinstance(self.graph, CapturedGraph) or self._guards() is None or module is None:
             return
-        self.parts = [
-            (part._modules, name, child) for part in module.modules() for name, child in part.named_children()
-        ]
+        self.parts = [(p._modules, name, child) for p in module.modules() for name, child in p.named_children()]
         self.numbers[tuple(v for v in self.sample.values() if is_number(v))] = True
         names = {id(v): k for k, v in self.sample.items() if isinstance(v, Tensor)}
         owners = {id(t): owner for owner, t in _weights(module)}
@@ -187,9 +186,8 @@ class Variant:
     def replaced(self) -> bool:
         """Whether the module has other tensors, or other submodules, than this trace."""
         now = map(dict.get, *zip(*self.owners.values(), strict=True)) if self.owners else ()
-        if not all(map(operator.is_, now, map(self.args.__getitem__, self.owners))):
-            return True
-        return self._parts_replaced()
+        same = all(map(operator.is_, now, map(self.args.__getitem__, self.owners)))
+        return not same or self._parts_replaced()
 
     def _parts_replaced(self) -> bool:
         slots, names, children = zip(*self.parts, strict=True) if self.parts else ((), (), ())
@@ -276,8 +274,9 @@ class Variant:
 
     def _slots(self) -> list[dict[str, Any]]:
         """Where all weights and submodules hang."""
-        slots = {id(d): d for d in (*(o.slots for o in self.owners.values()), *(p[0] for p in self.parts))}
-        return list(slots.values())
+        return list(
+            {id(d): d for d in (*(o.slots for o in self.owners.values()), *(p[0] for p in self.parts))}.values()
+        )
 
     def _guards(self) -> Any:
         entries = _debug_get_cache_entry_list(self.code)

@@ -110,3 +110,11 @@ def test_addresses_never_change() -> None:
 def test_the_bound_of_queries_is_never_one() -> None:
     assert StaticBuffers(CPU, [(1, 1)], max_k=1).of(1).max_q == 2
     assert ExactBuffers(CPU).stage(PrefillBatch([1, 1], device="cpu")).max_q == 2
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 4]])
+def test_what_is_written_to_the_positions_that_a_caller_has_is_the_callers_own(lengths: list[int]) -> None:
+    batch = PrefillBatch(lengths, device="cpu")
+    want = batch.host_positions.tolist()
+    batch.position_ids.add_(2)
+    assert batch.host_positions.tolist() == batch.row_of_positions[0].tolist() == want

@@ -44,8 +44,9 @@ class Reading:
         if "return_dict" in given and given["return_dict"] is None and not dicts:
             raise NotServed(Reason.ARGUMENTS, "return_dict is None, and False in the config")
         self.dicts = call.pop("return_dict", dicts) is not False
-        for name in ("labels", "output_attentions"):
-            if call.get(name) is not None and call[name] is not False:
+        attentions = call.get("output_attentions", getattr(front.module.config, "output_attentions", False))
+        for name, value in (("labels", call.get("labels")), ("output_attentions", attentions)):
+            if value is not None and value is not False:
                 raise NotServed(Reason.ARGUMENTS, f"{name} is given")
         call.pop("attention_mask", None)
         self.decoder_mask = _take_decoder_mask(call)

@@ -94,6 +94,8 @@ class PlainModule:
     # Whether ``attention`` makes the module's attention calls the op.  If not, they are found in the traced graph:
     # torch's own attention, which cannot be traced with an unbacked token count.
     op_attention = False
+    # Whether ``attention`` changes the module, or what it reads, for its time.
+    switches = False
     # Whether rows of several requests in one call are not what each alone would give, whatever its graph looks like.
     one_request = False
 

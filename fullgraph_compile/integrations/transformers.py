@@ -46,7 +46,7 @@ class TransformersModule(PlainModule):
         outputs: makes objects of the classes of its outputs.
     """
 
-    op_attention = True
+    op_attention = switches = True
     not_tokens = frozenset({"logits_to_keep"})
 
     def __init__(self, module: nn.Module, whole: nn.Module) -> None:

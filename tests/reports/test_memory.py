@@ -7,10 +7,12 @@ import random
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import fullgraph_compile as fgc
+from fullgraph_compile.compiled_body import compiled_body
 from tests.models import T2, tiny, tokens
 from tests.reports.cases import TAPE, equal, packed, pair, per_request
 from tests.test_paged import Engine, cache_for, texts
@@ -92,3 +94,24 @@ def test_b75_any_lengths_take_one_compile_and_one_capture_of_each_bucket() -> No
     assert {id(b.graph) for b in t2.graph.runner.buckets.values()} == recorded and len(recorded) == 4
     assert sum((t2.report.replays + t2.report.fallbacks).values()) == 500
     assert set(t2.report.fallbacks) <= {fgc.Reason.PADDING}
+
+
+# -- models that are gone ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_model_that_is_gone_keeps_neither_weights_nor_graphs(close: bool) -> None:
+    """Dynamo keeps what it traced, and the backend that it called, for as long as the process lives."""
+    body: Any = tiny("Llama", num_hidden_layers=1)
+    fgc.compile(body, **OPTIONS)
+    with torch.no_grad():
+        results = [body(input_ids=tokens(n)[None], use_cache=False)[0] for n in (5, 9)]
+    compiled = compiled_body(body)
+    assert compiled is not None and fgc.report(body).replays.total() == 2
+    runner, weight = compiled.graphs()[0].runner, body.layers[0].mlp.down_proj.weight
+    gone = [weakref.ref(x) for x in (body, weight, compiled, runner, results[0])]
+    if close:
+        fgc.close(body)
+    del body, compiled, runner, weight, results
+    gc.collect()
+    assert [x() for x in gone] == [None] * len(gone)

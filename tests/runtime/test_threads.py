@@ -14,7 +14,8 @@ from torch import Tensor
 import fullgraph_compile as fgc
 from fullgraph_compile.batch import active_batch
 from fullgraph_compile.compiled_body import compiled_body
-from tests.models import tiny
+from fullgraph_compile.tracing import Tracer
+from tests.models import tiny, tokens
 from tests.runtime.bodies import both_ways, compiled, equal, ready, replays, run, small
 
 
@@ -136,3 +137,40 @@ def test_what_was_learned_of_a_model_is_not_forgotten_under_a_call_of_another_th
     out = run(body, 5)
     thread.join()
     assert type(out) is type(run(copy.deepcopy(module), 5))
+
+
+def test_a_call_of_the_model_itself_is_not_made_while_another_thread_has_it_switched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = tiny("Llama", num_hidden_layers=1)
+    eager = copy.deepcopy(module)
+    body = ready("compile", module)
+    compiled = compiled_body(body)
+    assert compiled is not None
+    ids, mask = tokens(8).view(2, 4), torch.ones(2, 1, 4, 4).tril().bool()  # by such a mask no graph serves it
+    inside, tracing, forward = threading.Event(), threading.Event(), compiled.integration.forward
+    caller, trace = threading.current_thread(), Tracer.trace
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is caller:
+            inside.set()
+            tracing.wait(0.3)
+            time.sleep(0.1)  # it is being traced, if it may be
+        return forward(*args, **kwargs)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        tracing.set()
+        return trace(*args, **kwargs)
+
+    def work() -> None:
+        inside.wait()
+        run(body, 5, output_hidden_states=True)
+
+    monkeypatch.setattr(compiled.integration, "_own_forward", slow)
+    monkeypatch.setattr(Tracer, "trace", traced)
+    thread = threading.Thread(target=work)
+    thread.start()
+    with torch.no_grad():
+        got, want = (m(input_ids=ids, attention_mask=mask, use_cache=False)[0] for m in (body, eager))
+    thread.join()
+    equal(got, want)

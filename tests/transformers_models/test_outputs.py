@@ -79,3 +79,18 @@ def test_attention_weights_are_eagers() -> None:
     for a, b in zip(got.attentions, want.attentions, strict=True):
         close(a, b)
     assert fallbacks(model) == {Reason.ARGUMENTS: 1}
+
+
+def test_attentions_that_the_config_asks_for_are_those_of_the_model() -> None:
+    model, eager = pair("Llama", "Model", num_hidden_layers=1, attn_implementation="eager")
+    for asked in (False, True, False, True):
+        for m in (model, eager):
+            m.config.output_attentions = asked
+        for seed in (1, 2):
+            inputs = padded([4, 4], seed=seed)
+            got, want = call(model, **inputs), call(eager, **inputs)
+            assert list(got) == list(want) and ("attentions" in got) == asked
+            close(got[0], want[0])
+            if asked:
+                close(got.attentions[0], want.attentions[0])
+    assert fallbacks(model)[Reason.ARGUMENTS] == 4
