@@ -6,12 +6,14 @@
 
 The device is idle when a call begins, and the call is over when it returns: the result is not waited for.  On a CPU
 the graph is replaced by nothing, so that only the host's own work is left.  Each phase is without those within it.
+Other work runs between the calls of a user: ``--sweep 64`` writes so many MB there, which leaves the caches cold.
 Reading the clock adds some 0.3 us to a phase, so the call is also timed with no clock in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import platform
 import statistics
 import time
@@ -19,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -109,7 +112,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512, help="hidden size on a GPU; 32 on a CPU")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2, help="new tokens of each request")
-    parser.add_argument("--fresh", action="store_true", help="make the batch and its positions anew for each call")
+    parser.add_argument("--fresh", action="store_true", help="make the batch anew for each call")
+    parser.add_argument("--sweep", type=int, default=0, metavar="MB", help="written between calls, for cold caches")
     parser.add_argument("--padded", type=int, default=0, help="sentences of a padded call; 0 = a packed call")
     parser.add_argument("--attention", help="default: varlen on a GPU, reference on a CPU")
     parser.add_argument("--calls", type=int, default=1000)
@@ -147,7 +151,7 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, Callable[[], Any]]:
     def fresh() -> Any:
         batch = fgc.PrefillBatch(lengths, device=args.device)
         with torch.inference_mode(), batch:
-            return body(input_ids=ids, position_ids=batch.position_ids[None], use_cache=False)
+            return body(input_ids=ids, use_cache=False)
 
     return body, fresh if args.fresh else again
 
@@ -250,8 +254,16 @@ def by_phase(args: argparse.Namespace, call: Callable[[], Any]) -> dict[str, lis
 
 
 def synchronize(args: argparse.Namespace) -> None:
+    """Before each call: the device idle, and the caches as they are, or cold."""
     if args.device != "cpu":
         torch.cuda.synchronize()
+    if args.sweep:
+        swept(args.sweep).__iadd__(1)
+
+
+@functools.cache
+def swept(megabytes: int) -> np.ndarray:
+    return np.zeros(megabytes << 17)
 
 
 def machine(args: argparse.Namespace) -> str:

@@ -40,7 +40,7 @@ def greedy(body: Any, head: Any, cache: fgc.PagedKVCache, prompts: list[Tensor],
         counts = [len(new[r]) for r in live]
         with fgc.PrefillBatch(counts, [cached[r] for r in live], cache=cache, pages=[pages[r] for r in live]) as batch:
             ids = torch.cat([new[r] for r in live])[None]
-            hidden = body(input_ids=ids, position_ids=batch.position_ids[None], use_cache=False)[0][0]
+            hidden = body(input_ids=ids, use_cache=False)[0][0]
         best = head(hidden[batch.last_token_rows]).argmax(-1)
         for r, count, token, said in zip(live, counts, best.split(1), best.tolist(), strict=True):
             texts[r].append(said)

@@ -43,7 +43,7 @@ class PrefillBatch:
     Example:
         >>> batch = PrefillBatch(new_tokens=[30, 7, 112])
         >>> with torch.inference_mode(), batch:
-        ...     hidden = body(input_ids=ids[None], position_ids=batch.position_ids[None], use_cache=False)[0]
+        ...     hidden = body(input_ids=ids[None], use_cache=False)[0]
         ...     logits = model.lm_head(hidden[0, batch.last_token_rows])
     """
 

@@ -82,10 +82,9 @@ class Ours:
         self.memory_bytes = free - free_bytes(self.device)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """One request, everything included."""
-        batch = fgc.PrefillBatch([ids.shape[1]], device=self.device)
-        with torch.inference_mode(), batch:
-            return self.body(input_ids=ids, position_ids=batch.position_ids[None], use_cache=False)[0]
+        """One request, everything included: the call that the other routes get."""
+        with torch.inference_mode():
+            return self.body(input_ids=ids, use_cache=False)[0]
 
     def decision(self, tokens: int) -> Decision:
         """What a call of so many tokens does."""
