@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fullgraph_compile.host_values import counting, to_device
+from fullgraph_compile.host_values import counted, counting, to_device
 
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
@@ -137,9 +137,7 @@ class PrefillBatch:
     @cached_property
     def host_positions(self) -> np.ndarray:
         """``position_ids`` on the host."""
-        new = np.array(self.new_tokens)
-        starts = np.cumsum(new) - new - np.array(self.cached_tokens)
-        return np.arange(self.tokens) - np.repeat(starts, new)
+        return counted(self.cached_tokens, self.lengths)
 
     @cached_property
     def words(self) -> tuple[bytes, bytes, bytes, bytes]:

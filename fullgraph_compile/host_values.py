@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +16,22 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
         return host
     # A pageable copy would wait for the device.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+_counts = np.arange(8192).tobytes()
+
+
+def counted(starts: Sequence[int], ends: Sequence[int]) -> np.ndarray:
+    """The integers from each start to before its end, one range after the other: int64.
+
+    Put together of bytes, as this is before each launch: what is asked of numpy costs more than what it does.
+    """
+    global _counts
+    counts = _counts
+    if len(counts) < 8 * max(ends):
+        counts = _counts = np.arange(2 * max(ends)).tobytes()
+    ranges = [counts[8 * start : 8 * end] for start, end in zip(starts, ends, strict=True)]
+    return np.frombuffer(bytearray().join(ranges), dtype=np.int64)
 
 
 # With the version that each had when it was made.
