@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 from fullgraph_compile.batch import PrefillBatch, active_batch
@@ -20,6 +19,7 @@ from fullgraph_compile.forms import Forms
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
 from fullgraph_compile.integrations.plain import ModuleChanged, NotServed
+from fullgraph_compile.interposed import compiled_around
 from fullgraph_compile.options import Options, disabled
 from fullgraph_compile.pipeline import expected_decision
 from fullgraph_compile.registry import register, unregister
@@ -84,9 +84,8 @@ class CompiledBody:
     # -- calling -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Not torch.compiler.is_compiling(): that is true in every thread while any one compiles.
-        if disabled() or torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-            return self.forward(*args, **kwargs)
+        if compiled_around() or disabled():
+            return self.integration.call_forward(args, kwargs)
         self._counts.calls = self.calls + 1
         try:
             return self._served(args, kwargs)

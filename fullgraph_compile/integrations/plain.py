@@ -116,6 +116,12 @@ class PlainModule:
         """The module's forward, as the user wrote it."""
         return self._own_forward or types.MethodType(type(self.module).forward, self.module)
 
+    def call_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it.  Dynamo follows this into an outer trace, which it does not where a bound method is made."""
+        if self._own_forward is not None:
+            return self._own_forward(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Within it, the module's attention calls are the op."""
