@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
@@ -12,13 +11,10 @@ def compiled_around() -> bool:
     """Whether an outer ``torch.compile`` or export compiles the call that is made now: the module's own forward is a
     part of that.
 
-    Dynamo follows this into what it traces, and must find the first question answered.  The last is for a frame that it
-    leaves to Python, as after too many recompiles: it would trace the next ones, which are ours.
+    Dynamo follows this into what it traces, and finds the first question answered.
     """
     # Not torch.compiler.is_compiling(): that is true in every thread while any one compiles.
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-        return True
-    return get_eval_frame_callback() not in (None, False)
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def interposed() -> str:

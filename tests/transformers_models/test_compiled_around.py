@@ -79,3 +79,24 @@ def test_what_dynamo_leaves_to_python_is_right_too() -> None:
                 close(model(input_ids=IDS)[0], want)
     for model, _ in models:
         assert sum(fgc.report(model).replays.values()) >= 3 and not fgc.report(model).fallbacks
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_forward_that_breaks_the_outer_graph_runs_as_it_is(called_before: bool) -> None:
+    """Dynamo leaves the frame that calls it to Python, and would trace what serves the call next."""
+    model, want = compiled("Qwen3", "Model")
+    attention: Any = model.layers[0].self_attn
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break()
+        return type(attention).forward(attention, *args, **kwargs)
+
+    around: Any = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        if called_before:
+            close(model(input_ids=IDS)[0], want)
+        attention.forward = broken
+        close(around(input_ids=IDS)[0], want)
+        del attention.forward
+        close(model(input_ids=IDS)[0], want)
+    assert sum(fgc.report(model).replays.values()) == 1 + called_before and not fgc.report(model).fallbacks
