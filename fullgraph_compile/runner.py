@@ -140,8 +140,10 @@ class BodyRunner:
                     return other.replay(bucket, args, batch, self.poison), decision
         except Exception as error:
             self.raise_if_lost(error)
+            # Where this fails too it is the call that is wrong, as with a token id that the model has no row for.
+            exact = self.exact(args, batch)
             self._turn_off(bucket, Reason.REPLAY_FAILED, error)
-            return self.exact(args, batch), self.decide(batch)
+            return exact, self.decide(batch)
         outputs = self.exact(args, batch)
         self.capture(args, batch.cache)
         return outputs, Decision(Route.COMPILED, bucket, Reason.WEIGHTS_MOVED)

@@ -135,6 +135,21 @@ def test_b114_replay_fails_and_the_same_call_is_right(way: str, later: bool, mon
     check_replayed(body, eager, 12, 9)
 
 
+@both_ways
+def test_a_call_that_is_wrong_fails_as_without_graphs_and_turns_nothing_off(way: str) -> None:
+    module = small()
+    eager = copy.deepcopy(module)
+    body = ready(way, module)
+    check_replayed(body, eager, 7)
+    (runner,) = runners(body)
+    batch = fgc.PrefillBatch([7], device="cpu")
+    for _ in range(2):
+        with pytest.raises(IndexError), torch.no_grad(), batch:
+            body(input_ids=tokens(7)[None] + 500, position_ids=batch.position_ids[None])
+    assert not runner.limits.off and Reason.REPLAY_FAILED not in fgc.report(body).fallbacks
+    check_replayed(body, eager, 7, 4, 12)
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyError])
 @pytest.mark.parametrize("where", ["capture", "replay"])
 def test_b114_any_failure_of_a_recording_is_survived(
