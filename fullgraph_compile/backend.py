@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fullgraph_compile.assembly import Refused
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.compilers import TraceAgain, compile_piece, warm_workers
-from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.dispatch import NOT_SAFE, Reason
 from fullgraph_compile.fixed_size import separates
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.options import BadOption, Options, disabled
@@ -120,8 +120,8 @@ def _as_it_is(
 ) -> PlainGraph:
     """The traced graph as a whole, compiled at exact sizes, with the model's own attention."""
     report.ready = True
-    report.proof = report.proof or refused.detail
-    unsafe = options.unsafe == "error" and refused.reason in (Reason.UNPROVEN, Reason.UNMARKED)
+    report.proof = report.proof or f"not looked at: {refused.reason.value}"
+    unsafe = options.unsafe == "error" and refused.reason in NOT_SAFE
     call: Callable[..., Any] = gm.forward
     if not unsafe:
         try:

@@ -14,7 +14,7 @@ from torch import nn
 from fullgraph_compile.batch import PrefillBatch, active_batch
 from fullgraph_compile.binding import Binder, Formed
 from fullgraph_compile.captured import CapturedGraph
-from fullgraph_compile.dispatch import Decision, FallbackError, Reason, RequestsMeet, Route
+from fullgraph_compile.dispatch import NOT_SAFE, Decision, FallbackError, Reason, RequestsMeet, Route
 from fullgraph_compile.forms import Forms
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
@@ -128,6 +128,8 @@ class CompiledBody:
 
     def _eager(self, refusal: NotServed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original call.  Inside a batch of several requests it would mean something else, so it is an error."""
+        if self.options.unsafe == "error" and refusal.reason in NOT_SAFE:
+            raise FallbackError(f"{self.report.name}: {refusal} (unsafe='error' is set)")
         self.report.fell_back(refusal.reason, refusal.detail, strict=self.options.strict)
         self._check_eager(refusal)
         # Another thread's call may be traced meanwhile, for which the module itself is switched.
@@ -169,6 +171,10 @@ class CompiledBody:
                     return Decision(Route.EAGER, None, Reason.SINGLE_REQUEST)
                 with entered(batch):
                     return variant.graph.runner.decide(variant.graph.batch_of(variant.arguments(call)))
+        try:
+            self.forms.refusals.check(form, ask=False)
+        except NotServed as refusal:
+            return Decision(Route.EAGER, None, refusal.reason)
         return expected_decision(self.options, batch or PrefillBatch([tokens], device=next(iter(call.values())).device))
 
     def graphs(self) -> list[CapturedGraph]:

@@ -56,6 +56,10 @@ class Route(enum.Enum):
     EAGER = "eager"
 
 
+# Padding is not known to be safe: an error under ``unsafe="error"``.
+NOT_SAFE = frozenset({Reason.UNPROVEN, Reason.UNMARKED})
+
+
 class FallbackError(RuntimeError):
     """Raised under ``strict`` where a call would not replay a graph."""
 

@@ -128,7 +128,7 @@ class Report:
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def _summary(self) -> str:
-        state = "ready" if self.ready else "not captured yet"
+        state = ("ready" if self.buckets else "no graphs") if self.ready else "not captured yet"
         lines = [f"{self.name or 'nothing compiled'}: {state}"]
         if self.sites:
             lines.append(f"  attention: {', '.join(_site_groups(self.sites))}")

@@ -127,6 +127,12 @@ def output_node(gm: GraphModule) -> Node:
     return next(n for n in reversed(gm.graph.nodes) if n.op == "output")
 
 
+def weight_name(node: Node) -> str:
+    """The name of a weight within its module, as far as Dynamo's name for its placeholder tells."""
+    name = re.sub(r"_(?:modules|parameters|buffers)_", ".", node.name).strip("._")
+    return name.partition(".")[2] or name
+
+
 def is_weight(node: Node, example: Any = None) -> bool:
     """Whether a placeholder or attribute holds a parameter or a buffer of the module, by how Dynamo labels it."""
     if node.op == "get_attr":

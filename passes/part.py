@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fullgraph_compile.passes.common import is_size, is_weight, op_name, value_of
+from fullgraph_compile.passes.common import is_size, is_weight, op_name, value_of, weight_name
 
 # Operations that read the shape, type or device of their first operand, never its values.
 METADATA_ONLY = frozenset({
@@ -90,7 +90,7 @@ def _read(node: Node) -> list[Node]:
 def _check_input(node: Node) -> None:
     value = value_of(node)
     if is_weight(node):
-        raise NotUnderstood(f"it is computed from {node.name}, a weight or buffer")
+        raise NotUnderstood(f"it is computed from the weight or buffer {weight_name(node)}")
     if not isinstance(value, Tensor):
         raise NotUnderstood(f"it is computed from {node.name}, of type {type(value).__name__}")
     if value.is_floating_point() or value.is_complex():

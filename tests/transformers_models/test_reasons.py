@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
-from tests.transformers_models.whole import call, close, fallbacks, padded, pair, replays, rows_equal
+from tests.transformers_models.whole import OPTIONS, call, close, fallbacks, padded, pair, replays, rows_equal
 
 
 def computes_with_its_mask(attention: nn.Module) -> Callable[..., Any]:
@@ -127,3 +128,31 @@ def test_the_masks_of_an_encoder_and_a_decoder_must_say_the_same() -> None:
         assert (replays(model) > before[0]) + sum(fallbacks(model).values()) - before[1] == 1, given
     assert replays(model) == 5  # one request a launch
     assert fallbacks(model) == {Reason.MASK: 4, Reason.ARGUMENTS: 1}
+
+
+def relative_positions() -> Any:
+    """An encoder whose attention adds a learned bias by distance."""
+    config = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    torch.manual_seed(0)
+    return transformers.T5EncoderModel(config).eval()
+
+
+def test_what_was_refused_is_explained_as_refused() -> None:
+    model, eager = relative_positions(), relative_positions()
+    fgc.compile(model, **OPTIONS)
+    ids = padded([9])["input_ids"]
+    with torch.no_grad():
+        close(model(input_ids=ids)[0], eager(input_ids=ids)[0])
+        assert fgc.explain(model, input_ids=ids).reason is Reason.UNMARKED
+        assert fgc.explain(model, input_ids=ids).bucket is None
+    report = fgc.report(model)
+    assert report.fallbacks == {Reason.UNMARKED: 1} and "T5EncoderModel: no graphs" in str(report)
+    assert "block.0.layer.0.self_attention.relative_attention_bias.weight" in report.details[Reason.UNMARKED]
+
+
+def test_unsafe_error_raises_for_attention_that_is_not_understood() -> None:
+    model = relative_positions()
+    fgc.compile(model, **OPTIONS, unsafe="error")
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(fgc.FallbackError, match="not understood.*unsafe='error'"):
+            model(**padded([9, 4]))
