@@ -93,9 +93,20 @@ def warmup(body: Any, *args: Any, **kwargs: Any) -> Report:
 
     Raises:
         TypeError: an example call is needed and none was given.
+        ValueError: nothing of the module was compiled.
     """
     module = unwrap(body)
     assert module is not None
+    result = _warmed_up(body, module, args, kwargs)
+    if not compiled_for(module) and not disabled():
+        raise ValueError(
+            f"nothing of this {type(module).__name__} is compiled, or its call does not get there; warmup() takes what "
+            'fgc.compile or torch.compile(..., backend="full_prefill") returned'
+        )
+    return result
+
+
+def _warmed_up(body: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
     call = body if callable(body) else module
     compiled = _compiled_body(body)
     mode = torch.inference_mode() if torch.is_grad_enabled() else nullcontext()

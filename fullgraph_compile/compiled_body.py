@@ -89,8 +89,10 @@ class CompiledBody:
         self._counts.calls = self.calls + 1
         try:
             return self._served(args, kwargs)
-        except NotServed as refusal:
-            return self._eager(refusal, args, kwargs)
+        except NotServed as error:
+            refusal = error
+        # Out here, so that an error of the caller's own call does not come with a refusal before it.
+        return self._eager(refusal, args, kwargs)
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = active_batch()

@@ -24,7 +24,7 @@ class Reason(enum.Enum):
     SINGLE_REQUEST = "the body is proven for one request a call, and the batch has more"
     UNPROVEN = "padding is not proven safe for this body"
     STATIC_SHAPE = "the graph was traced for one fixed token count"
-    BATCHED = "a batch dim above 1 (call with packed [1, T] tokens, or use fgc.compile)"
+    BATCHED = "a batch dim above 1 (call with packed [1, T] tokens; fgc.compile packs for transformers models)"
     UNMARKED = "an attention call was not understood"
     NO_SITES = "no attention call was found in the traced graph"
     ATTENTION = "no attention backend supports every attention call here"

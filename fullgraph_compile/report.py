@@ -150,7 +150,12 @@ class Report:
         if replays + fallbacks:
             count = self.dropped.total()
             thrown = f", {count} more launch{'es' * (count != 1)} thrown away" if count else ""
-            lines.append(f"  calls: {replays} replayed, {fallbacks} not ({self.device_reads} read positions){thrown}")
+            read = f", {self.device_reads} read positions from the device" if self.device_reads else ""
+            lines.append(f"  calls: {replays} replayed, {fallbacks} not{read}{thrown}")
+        elif self.details and not self.buckets:
+            # As after a warm-up, whose calls are not counted.
+            why = (f"{reason.value}{f' ({detail})' if detail else ''}" for reason, detail in self.details.items())
+            lines.append(f"  why: {'; '.join(why)}")
         return "\n".join(lines)
 
     def _bucket_table(self) -> Table:

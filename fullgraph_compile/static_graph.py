@@ -83,6 +83,6 @@ class StaticGraph:
         if batch.cache is not None or (batch.requests > 1 and not self._separates()):
             raise ValueError(
                 f"{batch!r} {what}, but this call was traced for exactly {self.tokens} tokens, with "
-                "the model's own attention, which takes them for one request, or it puts their rows together; mark "
-                "the token dim with torch._dynamo.mark_dynamic, or use fullgraph_compile.compile"
+                "the model's own attention, which takes them for one request, or it puts their rows together; call "
+                "fullgraph_compile.warmup first, or use fullgraph_compile.compile"
             )

@@ -48,7 +48,8 @@ def build(
         changes: other values of a preset's configuration.
 
     Raises:
-        ValueError: neither a preset nor a folder, or a folder that is asked for another configuration.
+        ValueError: neither a preset nor a folder, a folder that is asked for another configuration, or an encoder with
+            a decoder.
     """
     preset = PRESETS.get(name)
     folder = Path(name).expanduser()
@@ -73,6 +74,8 @@ def build(
 def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     import transformers
 
+    if transformers.AutoConfig.from_pretrained(folder, local_files_only=True).is_encoder_decoder:
+        raise ValueError(f"{str(folder)!r} is a model of an encoder and a decoder, which has no prefill of one body")
     body = transformers.AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return body.to(device).eval().requires_grad_(False)
 

@@ -96,7 +96,8 @@ class Ours:
         assert compiled is not None
         graphs = compiled.graphs()
         if not graphs:
-            raise RuntimeError(f"nothing was traced for graphs:\n{fgc.report(self.body)}")
+            why = "; ".join(f"{r.value}: {d}" for r, d in fgc.report(self.body).details.items())
+            raise RuntimeError(f"nothing was traced for graphs: {why}")
         return graphs[0].runner
 
     def arguments(self, ids: Tensor) -> list[Any]:

@@ -90,7 +90,9 @@ class Reading:
             _check_decoder_mask(given[self.decoder_mask], mask)
         cache = self._cache(given)
         if tokens.dim() != (2 if self.lead == "input_ids" else 3):
-            raise NotServed(Reason.ARGUMENTS, f"{self.lead} has shape {tuple(tokens.shape)}")
+            one_row = tokens.dim() == (1 if self.lead == "input_ids" else 2)
+            hint = f"; one packed row is {self.lead}[None]" if one_row else ""
+            raise NotServed(Reason.ARGUMENTS, f"{self.lead} has shape {tuple(tokens.shape)}{hint}")
         rows, columns = tokens.shape[:2]
         pools = front.facts is not None and front.facts.pooler is not None
         if not rows or (pools and not columns):
