@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullgraph_compile.batch import PrefillBatch, active_batch
@@ -19,7 +20,6 @@ from fullgraph_compile.forms import Forms
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
 from fullgraph_compile.integrations.plain import ModuleChanged, NotServed
-from fullgraph_compile.interposed import compiled_around
 from fullgraph_compile.options import Options, disabled
 from fullgraph_compile.pipeline import expected_decision
 from fullgraph_compile.registry import register, unregister
@@ -84,7 +84,9 @@ class CompiledBody:
     # -- calling -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if compiled_around() or disabled():
+        # Where an outer torch.compile traces the call, Dynamo follows it here: with the first question answered it sees
+        # nothing else of ours.  Not is_compiling(): that is true in every thread while any one compiles.
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or disabled():
             return self.integration.call_forward(args, kwargs)
         self._counts.calls = self.calls + 1
         try:

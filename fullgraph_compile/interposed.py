@@ -1,20 +1,10 @@
-"""What a user puts around a call, or between it and its operations: a replay would pass it by."""
+"""What a user puts between a call and its operations: a replay would pass it by."""
 
 from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
-
-
-def compiled_around() -> bool:
-    """Whether an outer ``torch.compile`` or export compiles the call that is made now: the module's own forward is a
-    part of that.
-
-    Dynamo follows this into what it traces, and finds the first question answered.
-    """
-    # Not torch.compiler.is_compiling(): that is true in every thread while any one compiles.
-    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def interposed() -> str:

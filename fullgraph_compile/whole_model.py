@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from fullgraph_compile.interposed import compiled_around
 from fullgraph_compile.options import disabled
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class WholeModel:
         return self._own or forward_of_class(self.module())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if compiled_around() or disabled():
+        # As in the body: first what Dynamo finds answered.
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or disabled():
             if self._own is not None:
                 return self._own(*args, **kwargs)
             module: Any = self.module()
