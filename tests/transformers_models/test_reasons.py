@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
-from tests.transformers_models.whole import OPTIONS, call, close, fallbacks, padded, pair, replays, rows_equal
+from tests.transformers_models.whole import OPTIONS, call, close, fallbacks, padded, pair, replays, rows_equal, tiny
 
 
 def computes_with_its_mask(attention: nn.Module) -> Callable[..., Any]:
@@ -156,3 +156,20 @@ def test_unsafe_error_raises_for_attention_that_is_not_understood() -> None:
     for _ in range(2):
         with torch.no_grad(), pytest.raises(fgc.FallbackError, match=r"not understood.*unsafe='error'"):
             model(**padded([9, 4]))
+
+
+def test_a_warm_up_that_captures_nothing_says_why() -> None:
+    model, _ = pair("Qwen3", "Model")
+    told = str(fgc.warmup(model.train()))
+    assert "Qwen3Model: not captured yet" in told and "why: the module is in training mode (call eval()" in told
+    assert "why:" not in str(fgc.warmup(model.eval()))
+    with pytest.raises(ValueError, match="nothing of this Qwen3Model is compiled"):
+        fgc.warmup(tiny("Qwen3", "Model"))
+
+
+def test_an_error_of_the_callers_own_call_comes_alone() -> None:
+    model, _ = pair("Qwen3", "Model")
+    with torch.no_grad(), pytest.raises(RuntimeError) as raised:
+        model(input_ids=padded([9])["input_ids"][0])
+    assert raised.value.__context__ is None
+    assert "one packed row is input_ids[None]" in fgc.report(model).details[Reason.ARGUMENTS]
