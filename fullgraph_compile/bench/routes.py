@@ -113,13 +113,15 @@ class Ours:
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
-        """Calls inside run the compiled pieces at exact sizes."""
-        runner, before = self.runner, self.runner.limits
+        """Calls inside run the compiled pieces at exact sizes, which the report neither counts nor warns of."""
+        runner, before, report = self.runner, self.runner.limits, self.runner.report
+        fallbacks, details = report.fallbacks.copy(), report.details.copy()
         runner.limits = replace(before, blocked=Reason.GRAPHS_OFF)
+        report.details[Reason.GRAPHS_OFF] = "asked for"
         try:
             yield
         finally:
-            runner.limits = before
+            runner.limits, report.fallbacks, report.details = before, fallbacks, details
 
     @contextmanager
     def pieces(self, bucket: int, ids: Tensor) -> Iterator[Call]:

@@ -41,6 +41,7 @@ def test_on_a_cpu_it_says_what_it_cannot_measure_and_runs_the_small_preset(
         "--json", str(files[0]), "--plot", str(files[1]), str(files[2]),
     )  # fmt: skip
     assert code == 0, err
+    assert "graphs are off" not in out + err  # the compiled route was asked for
     assert "smollm2-135m is measured in its place" in out and "No GPU" in out
     assert "not measured: reduce-overhead: needs a GPU" in out and "not measured: pieces: needs a GPU" in out
     rows = [[c.strip() for c in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│ ")]
