@@ -212,23 +212,24 @@ def timed(args: argparse.Namespace, call: Callable[[], Any]) -> list[float]:
 def until_launch(args: argparse.Namespace, call: Callable[[], Any]) -> list[float]:
     """Microseconds from the beginning of each of many calls until its graph is launched."""
     kind: Any = Tape if args.device == "cpu" else CudaGraph
-    replay, launched = kind.replay, [0.0]
+    replay = kind.replay
+    begun: list[float] = []
+    launched: list[float] = []
+
+    def marked() -> None:
+        begun.append(time.perf_counter())
+        call()
 
     def noted(graph: Any) -> None:
-        launched[0] = time.perf_counter()
+        launched.append(time.perf_counter())
         replay(graph)
 
     kind.replay = noted
-    times = []
     try:
-        for _ in range(args.calls):
-            synchronize(args)
-            start = time.perf_counter()
-            call()
-            times.append((launched[0] - start) * 1e6)
+        timed(args, marked)
     finally:
         kind.replay = replay
-    return times
+    return [(end - start) * 1e6 for start, end in zip(begun, launched, strict=True)]
 
 
 def by_phase(args: argparse.Namespace, call: Callable[[], Any]) -> dict[str, list[float]]:
@@ -258,7 +259,8 @@ def synchronize(args: argparse.Namespace) -> None:
     if args.device != "cpu":
         torch.cuda.synchronize()
     if args.sweep:
-        swept(args.sweep).__iadd__(1)
+        block = swept(args.sweep)
+        block += 1
 
 
 @functools.cache

@@ -142,7 +142,7 @@ def _uncounted(body: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
     for compiled in compiled_for(unwrap(body)):
         now = compiled.report
         _, then = counts.get(id(now), (now, Report()))
-        now.replays, now.padding, now.fallbacks = then.replays, then.padding, then.fallbacks
+        now.take_counts(then)
 
 
 def release(body: Any) -> None:

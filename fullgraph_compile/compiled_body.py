@@ -21,11 +21,12 @@ from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
 from fullgraph_compile.integrations.plain import ModuleChanged, NotServed
 from fullgraph_compile.options import Options, disabled
+from fullgraph_compile.own_forward import forward_of_class
 from fullgraph_compile.pipeline import expected_decision
 from fullgraph_compile.registry import register, unregister
 from fullgraph_compile.report import Report, log
 from fullgraph_compile.tracing import Tracer
-from fullgraph_compile.whole_model import WholeModel, forward_of_class
+from fullgraph_compile.whole_model import WholeModel
 
 # An eager call means the same inside a batch of several requests only for these.
 _SAME_EAGERLY = frozenset({Reason.EMPTY})
@@ -194,21 +195,18 @@ class CompiledBody:
     def close(self) -> None:
         """Put the module's own forward back and free everything."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        self.release()
-        unregister(self, *self.graphs())
-        self.forms.variants.clear()
-        if self.fused is not None:
-            self.fused.undo()
-        if self.whole is not None:
-            self.whole.close()
-        module = self.module()
-        if module is not None and module.__dict__.get("forward") is self:
-            del module.__dict__["forward"]
-            if getattr(self.forward, "__func__", None) is not type(module).forward:
-                module.forward = self.forward
+            self.release()
+            unregister(self, *self.graphs())
+            self.forms.variants.clear()
+            if self.fused is not None:
+                self.fused.undo()
+            if self.whole is not None:
+                self.whole.close()
+            module = self.module()
+            if module is not None and module.__dict__.get("forward") is self:
+                del module.__dict__["forward"]
+                if getattr(self.forward, "__func__", None) is not type(module).forward:
+                    module.forward = self.forward
 
 
 @contextmanager

@@ -110,10 +110,9 @@ class Forms:
         then = self.report.copy()
         with no_active_batch():
             variant, _ = self._trace(call, key)
-        now = self.report
-        now.replays, now.padding, now.fallbacks = then.replays, then.padding, then.fallbacks
+        self.report.take_counts(then)
         # What it was about that turned a bucket off stays: no later call finds it out again.
-        now.details = {**now.details, **then.details}
+        self.report.details = {**self.report.details, **then.details}
         if not variant.lasting:
             raise NotServed(Reason.NOT_LASTING)
         return self.serve(formed)

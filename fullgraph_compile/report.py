@@ -99,12 +99,20 @@ class Report:
             FallbackError: under ``strict``.
         """
         self.fallbacks[reason] += 1
-        text = f"{self.name}: no graph replayed: {reason.value}{f' ({detail})' if detail else ''}"
+        text = f"{self.name}: no graph replayed: {_words(reason, detail)}"
         if reason not in self.details:
             self.details[reason] = detail
             log.warning("%s; said once, counted in fgc.report()", text)
         if strict:
             raise FallbackError(text)
+
+    def take_counts(self, then: Report) -> None:
+        """Count the user's calls as they were in an earlier ``copy``: what came between were calls of our own."""
+        self.replays, self.padding, self.fallbacks = then.replays, then.padding, then.fallbacks
+
+    def why(self) -> str:
+        """Every reason that was met, with what it was about the first time."""
+        return "; ".join(_words(reason, detail) for reason, detail in self.details.items())
 
     def copy(self) -> Report:
         """A snapshot that later calls do not change."""
@@ -154,8 +162,7 @@ class Report:
             lines.append(f"  calls: {replays} replayed, {fallbacks} not{read}{thrown}")
         elif self.details and not self.buckets:
             # As after a warm-up, whose calls are not counted.
-            why = (f"{reason.value}{f' ({detail})' if detail else ''}" for reason, detail in self.details.items())
-            lines.append(f"  why: {'; '.join(why)}")
+            lines.append(f"  why: {self.why()}")
         return "\n".join(lines)
 
     def _bucket_table(self) -> Table:
@@ -175,6 +182,16 @@ class Report:
         for reason, count in self.fallbacks.most_common():
             table.add_row(str(count), reason.value, self.details.get(reason, ""))
         return table
+
+
+def first_lines(error: BaseException, most: int) -> str:
+    """The kind of an error and its first lines that are not empty, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:most])}"
+
+
+def _words(reason: Reason, detail: str) -> str:
+    return f"{reason.value} ({detail})" if detail else reason.value
 
 
 def _site_groups(sites: Iterable[AttentionSite]) -> list[str]:

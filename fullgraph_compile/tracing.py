@@ -26,7 +26,7 @@ from fullgraph_compile.integrations.plain import NotServed, PlainModule, device_
 from fullgraph_compile.options import BadOption, Options
 from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.progress import phase
-from fullgraph_compile.report import Report
+from fullgraph_compile.report import Report, first_lines
 from fullgraph_compile.traceable import attributes, keep_guard, left_something, thin
 from fullgraph_compile.variant import Variant
 from fullgraph_compile.watching import WORKS
@@ -129,7 +129,7 @@ class Tracer:
             serves = variant.graph.serves
             if variant.graph.serves_one and self.integration.check_trace(call, traced, (1,), strict=False):
                 variant.graph.serves = lambda tokens: tokens == 1 or serves(tokens)
-            self.report.replays, self.report.padding, self.report.fallbacks = then.replays, then.padding, then.fallbacks
+            self.report.take_counts(then)
 
     def _trace(
         self, module: nn.Module, call: dict[str, Any], *, unbacked: bool, oblivious: bool
@@ -200,12 +200,12 @@ class Tracer:
             except (TorchDynamoException, ConstraintViolationError) as error:
                 if first.failed is not None:
                     raise first.failed from None
-                raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from None
+                raise NotServed(Reason.NOT_TRACED, first_lines(error, 2)) from None
             except Exception as error:
                 # Before anything was computed it is the trace's own, or the module's, which then raises it again.
                 if first.ran:
                     raise
-                raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from error
+                raise NotServed(Reason.NOT_TRACED, first_lines(error, 2)) from error
         if first.graph is None:
             raise NotServed(Reason.NOT_TRACED, "nothing was traced")
         variant = Variant(first.graph, traced, body.__code__, marked, unbacked, weakref.ref(module))
@@ -244,7 +244,7 @@ class Tracer:
             try:
                 return variant.traced(variant.module(), self.marked(call, unbacked=variant.unbacked))
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                raise NotServed(Reason.NOT_TRACED, _first_lines(error)) from None
+                raise NotServed(Reason.NOT_TRACED, first_lines(error, 2)) from None
 
     def holds(self, variant: Variant) -> bool:
         """Whether the module is as it was when the variant was traced."""
@@ -278,8 +278,3 @@ def _not_captured(graph: Any) -> NotServed | None:
             return NotServed(Reason.UNPROVEN, graph.tail_mixes)
         return NotServed(blocked, graph.detail) if blocked is Reason.UNPROVEN else None
     return NotServed(graph.reason, graph.detail) if isinstance(graph, PlainGraph) else None
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"

@@ -83,7 +83,8 @@ class Variant:
     _locals: dict[str, Any] = field(default_factory=dict)
     # The numbers of the traced call.
     _numbers: dict[str, Any] = field(init=False)
-    # Calls until changes are watched for again, and how many after the next change: to begin anew takes ten askings.
+    # Calls until changes are watched for again, and how many those are after the next change: to begin anew takes
+    # as long as ten askings, and a module may change at each call.
     _quiet: int = 0
     _pause: int = 0
 
@@ -100,7 +101,9 @@ class Variant:
         module = self.module()
         if not isinstance(self.graph, CapturedGraph) or self._guards() is None or module is None:
             return
-        self.parts = [(p._modules, name, child) for p in module.modules() for name, child in p.named_children()]
+        self.parts = [
+            (part._modules, name, child) for part in module.modules() for name, child in part.named_children()
+        ]
         self.numbers[tuple(v for v in self.sample.values() if is_number(v))] = True
         names = {id(v): k for k, v in self.sample.items() if isinstance(v, Tensor)}
         owners = {id(t): owner for owner, t in _weights(module)}
@@ -186,8 +189,9 @@ class Variant:
     def replaced(self) -> bool:
         """Whether the module has other tensors, or other submodules, than this trace."""
         now = map(dict.get, *zip(*self.owners.values(), strict=True)) if self.owners else ()
-        same = all(map(operator.is_, now, map(self.args.__getitem__, self.owners)))
-        return not same or self._parts_replaced()
+        if not all(map(operator.is_, now, map(self.args.__getitem__, self.owners))):
+            return True
+        return self._parts_replaced()
 
     def _parts_replaced(self) -> bool:
         slots, names, children = zip(*self.parts, strict=True) if self.parts else ((), (), ())
@@ -274,9 +278,8 @@ class Variant:
 
     def _slots(self) -> list[dict[str, Any]]:
         """Where all weights and submodules hang."""
-        return list(
-            {id(d): d for d in (*(o.slots for o in self.owners.values()), *(p[0] for p in self.parts))}.values()
-        )
+        slots = {id(d): d for d in (*(o.slots for o in self.owners.values()), *(p[0] for p in self.parts))}
+        return list(slots.values())
 
     def _guards(self) -> Any:
         entries = _debug_get_cache_entry_list(self.code)

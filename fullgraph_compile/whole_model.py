@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import types
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from fullgraph_compile.options import disabled
+from fullgraph_compile.own_forward import call_forward, forward_of_class, kept_forward
 
 if TYPE_CHECKING:
     from fullgraph_compile.compiled_body import CompiledBody
@@ -31,9 +31,8 @@ class WholeModel:
     def __init__(self, module: nn.Module, body: CompiledBody) -> None:
         self.module = weakref.ref(module)
         self.body = body
-        forward = module.forward
-        self._own = None if getattr(forward, "__func__", None) is type(module).forward else forward
-        self.__signature__ = inspect.signature(forward)
+        self._own = kept_forward(module)
+        self.__signature__ = inspect.signature(module.forward)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return forward_of_class, (self.module(),)
@@ -46,10 +45,7 @@ class WholeModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # As in the body: first what Dynamo finds answered.
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or disabled():
-            if self._own is not None:
-                return self._own(*args, **kwargs)
-            module: Any = self.module()
-            return type(module).forward(module, *args, **kwargs)
+            return call_forward(self.module(), self._own, args, kwargs)
         before = self.body.calls
         result = self.forward(*args, **kwargs)
         if self.body.calls == before:
@@ -63,8 +59,3 @@ class WholeModel:
             del module.__dict__["forward"]
             if self._own is not None:
                 module.forward = self._own
-
-
-def forward_of_class(module: Any) -> Callable[..., Any]:
-    """The forward that a module has by its class."""
-    return types.MethodType(type(module).forward, module)

@@ -96,8 +96,7 @@ class Ours:
         assert compiled is not None
         graphs = compiled.graphs()
         if not graphs:
-            why = "; ".join(f"{r.value}: {d}" for r, d in fgc.report(self.body).details.items())
-            raise RuntimeError(f"nothing was traced for graphs: {why}")
+            raise RuntimeError(f"nothing was traced for graphs: {fgc.report(self.body).why()}")
         return graphs[0].runner
 
     def arguments(self, ids: Tensor) -> list[Any]:
@@ -115,13 +114,14 @@ class Ours:
     def without_graphs(self) -> Iterator[None]:
         """Calls inside run the compiled pieces at exact sizes, which the report neither counts nor warns of."""
         runner, before, report = self.runner, self.runner.limits, self.runner.report
-        fallbacks, details = report.fallbacks.copy(), report.details.copy()
+        then = report.copy()
         runner.limits = replace(before, blocked=Reason.GRAPHS_OFF)
         report.details[Reason.GRAPHS_OFF] = "asked for"
         try:
             yield
         finally:
-            runner.limits, report.fallbacks, report.details = before, fallbacks, details
+            runner.limits, report.details = before, then.details
+            report.take_counts(then)
 
     @contextmanager
     def pieces(self, bucket: int, ids: Tensor) -> Iterator[Call]:

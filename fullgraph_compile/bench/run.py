@@ -17,6 +17,7 @@ from fullgraph_compile.bench.random_lengths import Beyond, between, play, random
 from fullgraph_compile.bench.routes import Ours, first_call, forget, is_graph, plain_route, random_ids
 from fullgraph_compile.bench.timing import machine, median_ms
 from fullgraph_compile.graphs import RecordedGraph
+from fullgraph_compile.report import first_lines
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,16 @@ def bench(body: nn.Module, name: str, device: torch.device, settings: Settings, 
             try:
                 _plain(result, route, body, device, settings)
             except Exception as error:
-                result.not_measured.append(f"{route}: {_first_line(error)}")
+                result.not_measured.append(f"{route}: {first_lines(error, 1)}")
             forget(device)
         if any(r not in PLAIN for r in settings.routes):
             try:
                 _ours(result, body, device, settings, say)
             except Exception as error:
-                result.not_measured.append(f"the rest of full_prefill: {_first_line(error)}")
+                result.not_measured.append(f"the rest of full_prefill: {first_lines(error, 1)}")
     except KeyboardInterrupt:
         result.not_measured.append("the rest: interrupted")
     return result
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _plain(result: Result, route: str, body: nn.Module, device: torch.device, settings: Settings) -> None:
@@ -159,7 +156,7 @@ def _ours(
                 with ours.pieces(decision.bucket, ids[0]) as call:
                     times["pieces"][n] = median_ms(call, ids, device, repeats=settings.repeats)
             except Exception as error:
-                result.not_measured.append(f"pieces of {n} tokens: {_first_line(error)}")
+                result.not_measured.append(f"pieces of {n} tokens: {first_lines(error, 1)}")
     if "pieces" in times and device.type != "cuda":
         result.not_measured.append("pieces: needs a GPU")
     result.report = str(fgc.report(body))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.dispatch import Reason
+from fullgraph_compile.own_forward import call_forward, forward_of_class, kept_forward
 
 
 class NotServed(Exception):
@@ -107,20 +107,16 @@ class PlainModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        forward = module.forward
-        # Only a forward of its own is kept: a class may get another one.
-        self._own_forward = None if getattr(forward, "__func__", None) is type(module).forward else forward
+        self._own_forward = kept_forward(module)
 
     @property
     def forward(self) -> Callable[..., Any]:
         """The module's forward, as the user wrote it."""
-        return self._own_forward or types.MethodType(type(self.module).forward, self.module)
+        return self._own_forward or forward_of_class(self.module)
 
     def call_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it.  Dynamo follows this into an outer trace, which it does not where a bound method is made."""
-        if self._own_forward is not None:
-            return self._own_forward(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        """Call it, so that an outer trace follows."""
+        return call_forward(self.module, self._own_forward, args, kwargs)
 
     @contextmanager
     def attention(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from fullgraph_compile.passes.common import copy_graph, find_token, is_weight, o
 from fullgraph_compile.passes.fold_scalars import fold_scalars
 from fullgraph_compile.passes.pad_to_bucket import pad_to_bucket
 from fullgraph_compile.passes.split_pieces import PieceCall, Pieces, split_pieces, written_inputs
-from fullgraph_compile.report import Report
+from fullgraph_compile.report import Report, first_lines
 
 # Traces of one body: its code may branch on the token count a few times, not for each bucket anew.
 MOST_TRACES = 8
@@ -164,7 +164,7 @@ class CompiledForward:
             except (TorchDynamoException, ConstraintViolationError, NotCompiled) as error:
                 if self._failed:
                     raise self._failed.pop() from None
-                raise NotCompiled(Reason.NOT_TRACED, first_lines(error)) from None
+                raise NotCompiled(Reason.NOT_TRACED, first_lines(error, 3)) from None
 
 
 def _marked(index: int, value: Any, unbacked: bool) -> Any:
@@ -211,8 +211,3 @@ def _leaves(output: Any) -> Any:
     elif isinstance(output, (list, tuple)):
         for item in output:
             yield from _leaves(item)
-
-
-def first_lines(error: BaseException, most: int = 3) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:most])}"

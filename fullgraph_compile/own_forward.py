@@ -1,0 +1,27 @@
+"""A module's own forward, where ours stands in its place."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def kept_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward of the module itself; None = that of its class, which may get another one."""
+    forward = module.forward
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
+
+
+def forward_of_class(module: Any) -> Callable[..., Any]:
+    """The forward that a module has by its class."""
+    return types.MethodType(type(module).forward, module)
+
+
+def call_forward(module: Any, kept: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call it.  Dynamo follows this into an outer trace, which it does not where a bound method is made."""
+    if kept is not None:
+        return kept(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
