@@ -8,8 +8,6 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,16 +20,15 @@ from fullgraph_compile.attention import kv_write
 from fullgraph_compile.attention.kv_write import write_kv
 from fullgraph_compile.graphs.cuda import CudaGraphRecorder
 from fullgraph_compile.graphs.tape import TapeRecorder
+from tests.attention.kv_pools import NAN, Pools, check_write, ids, total
 
-NAN, INF = float("nan"), float("inf")
+INF = float("inf")
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 WAYS = [
     "index",
     pytest.param("interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is off")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-
-Write = Callable[..., None]
 
 
 def device_of(way: str) -> str:
@@ -45,79 +42,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cuda":
         assert kv_write._kernel() is not None, "Triton is not installed: the kernel would not be tried"
     return str(request.param)
-
-
-@dataclass
-class Pools:
-    """K and V pages between guard slots, all filled with 7."""
-
-    whole: tuple[Tensor, Tensor]
-    page_size: int
-
-    @classmethod
-    def of(
-        cls,
-        pages: int,
-        page_size: int,
-        heads: int = 2,
-        size: int = 8,
-        value_size: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-    ) -> Pools:
-        shapes = ((pages + 2, page_size, heads, s) for s in (size, size if value_size is None else value_size))
-        k, v = (torch.full(shape, 7.0, dtype=dtype, device=device) for shape in shapes)
-        return cls((k, v), page_size)
-
-    @property
-    def k(self) -> Tensor:
-        return self.whole[0][1:-1]
-
-    @property
-    def v(self) -> Tensor:
-        return self.whole[1][1:-1]
-
-    def rows(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Random new rows, ``[count, heads, size]``."""
-        generator = torch.Generator().manual_seed(seed)
-        return tuple(  # type: ignore[return-value]
-            torch.randn(count, *t.shape[2:], generator=generator).to(t) for t in (self.k, self.v)
-        )
-
-    def expect(self, k: Tensor, v: Tensor, slots: list[int]) -> tuple[Tensor, Tensor]:
-        """What a plain loop leaves in all of the memory."""
-        wanted = tuple(t.clone() for t in self.whole)
-        for whole, new in zip(wanted, (k, v), strict=True):
-            for row, slot in enumerate(slots):
-                whole[1 + slot // self.page_size, slot % self.page_size] = new[row]
-        return wanted  # type: ignore[return-value]
-
-    def check(self, wanted: tuple[Tensor, Tensor]) -> None:
-        """Every byte outside of reserved page 0 is as wanted; page 0 holds 7 as before, or zeros, and never NaN."""
-        for got, want in zip(self.whole, wanted, strict=True):
-            reserved = got[1].clone()
-            assert ((reserved == 7) | (reserved == 0)).all()
-            assert (reserved[1:] == 7).all()  # only slot 0 takes padded rows
-            assert torch.equal(torch.cat([got[:1], got[2:]]), torch.cat([want[:1], want[2:]]))
-
-
-def ids(values: list[int], device: str = "cpu", dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)
-
-
-def total(n: int, device: str = "cpu") -> Tensor:
-    return torch.tensor([n], dtype=torch.int32, device=device)
-
-
-def check_write(
-    pools: Pools, k: Tensor, v: Tensor, slots: list[int], *, tail: list[int] | None = None, ids_dtype: Any = torch.int64
-) -> None:
-    """Write ``len(slots)`` real rows; the slot ids of the padded rows are ``tail``, by default 0."""
-    tail = [0] * (k.shape[0] - len(slots)) if tail is None else tail
-    wanted = pools.expect(k, v, slots)
-    device = str(k.device)
-    write_kv(k, v, pools.k, pools.v, ids([*slots, *tail], device, ids_dtype), total(len(slots), device))
-    pools.check(wanted)
 
 
 # -- rows of the fault list --------------------------------------------------------------------------------------
@@ -340,39 +264,3 @@ def test_index_ops_serve_where_triton_is_missing(device: str, monkeypatch: pytes
         check_write(pools := Pools.of(5, 4, device=device), *pools.rows(3), [4, 19])
     finally:
         kv_write._kernel.cache_clear()
-
-
-# -- what is refused, and what is not changed --------------------------------------------------------------------
-
-
-def test_the_cache_never_enters_a_gradient_graph() -> None:
-    pools = Pools.of(5, 4)
-    k, v = pools.rows(3)
-    check_write(pools, k.requires_grad_(), v.requires_grad_(), [4, 9, 6])
-    assert not pools.k.requires_grad and pools.k.grad_fn is None
-
-
-@pytest.mark.parametrize(
-    "change, text",
-    [
-        ({"k": torch.zeros(3, 2, 9)}, r"k is \[3, 2, 9\], k_pages holds 2 heads of 8; give the cache the geometry"),
-        ({"v": torch.zeros(3, 1, 8)}, r"v is \[3, 1, 8\], v_pages holds 2 heads of 8"),
-        ({"v": torch.zeros(4, 2, 8)}, r"K and V differ in more than head size: k is \[3, 2, 8\], v \[4, 2, 8\]"),
-        ({"k": torch.zeros(3, 2, 8).half()}, r"k is torch\.float16 on cpu, k_pages is torch\.float32 on cpu"),
-        ({"k": torch.zeros(3, 2, 8, device="meta")}, r"k is torch\.float32 on meta, k_pages is torch\.float32 on cpu"),
-        ({"v_pages": torch.zeros(5, 8, 8)}, r"v_pages is \[5, 8, 8\]; it must be \[pages, page_size, kv_heads, head"),
-        ({"v_pages": torch.zeros(5, 3, 2, 8)}, r"K and V differ .* v_pages \[5, 3, 2, 8\]"),
-        ({"k_pages": torch.zeros(5, 2, 4, 8).transpose(1, 2)}, r"k_pages has strides .* its pages must lie one after"),
-        ({"k_pages": torch.zeros(5, 4, 2, 16)[..., ::2]}, r"k_pages has strides .* its last dim must be contiguous"),
-        ({"slot_ids": torch.zeros(3)}, r"slot_ids is \[3\] of torch\.float32; it must be \[tokens\] of int64 or int32"),
-        ({"slot_ids": torch.zeros(3, 1).long()}, r"slot_ids is \[3, 1\] of torch\.int64"),
-        ({"num_real_tokens": torch.zeros(2)}, r"num_real_tokens is \[2\]; it must be one number"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(change: dict[str, Tensor], text: str) -> None:
-    pools = Pools.of(5, 4)
-    k, v = pools.rows(3)
-    call = {"k": k, "v": v, "k_pages": pools.k, "v_pages": pools.v, "slot_ids": ids([4, 5, 6])}
-    with pytest.raises(ValueError, match=text):
-        write_kv(**{**call, "num_real_tokens": total(3), **change})
-    assert all((t == 7).all() for t in pools.whole)
