@@ -16,6 +16,10 @@ SITE = AttentionSite(
     index=0, node="attention", module="layers.0.self_attn", heads=4, kv_heads=4, head_size=16, value_head_size=16,
     scale=0.25,
 )  # fmt: skip
+# As FlashInfer takes one: in half precision, of a head size it is built for.
+HALF = replace(
+    SITE, index=1, dtype=torch.bfloat16, heads=8, kv_heads=2, head_size=64, value_head_size=64, scale=0.125
+)  # fmt: skip
 
 # name -> the site with the feature, and the site without it.
 FEATURES: dict[str, tuple[AttentionSite, AttentionSite]] = {

@@ -18,7 +18,7 @@ from fullgraph_compile.attention.conformance import check_attention
 from fullgraph_compile.attention.flashinfer import FlashInferAttention, FlashInferFA2, FlashInferFA3
 from fullgraph_compile.attention.probes import probes
 from fullgraph_compile.ops import AttentionSite
-from tests.attention.cases import SITE, expected, inputs_for, static_batch
+from tests.attention.cases import HALF, expected, inputs_for, static_batch
 from tests.attention.replaying import Bucket, check, host_batch, queued_equal_one_by_one
 
 pytestmark = [
@@ -27,9 +27,6 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda", 0)
-HALF = replace(
-    SITE, index=1, dtype=torch.bfloat16, heads=8, kv_heads=2, head_size=64, value_head_size=64, scale=0.125
-)  # fmt: skip
 KERNELS = [pytest.param(FlashInferFA2, id="fa2"), pytest.param(FlashInferFA3, id="fa3")]
 # What needs kernels that are built for it alone.
 BUILT_APART = ("window", "soft cap", "ALiBi slopes", "features together", "heads of", "float16")
