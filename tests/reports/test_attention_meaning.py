@@ -18,8 +18,8 @@ from fullgraph_compile import Reason, ops
 from fullgraph_compile.cache import PagedKVCache
 from fullgraph_compile.staging import Poison
 from tests.models import T2, VOCABULARY, Layer, tokens
+from tests.paged.engine import Engine, texts
 from tests.reports.cases import TAPE, Pair, equal, only, packed, pair
-from tests.test_paged import Engine, texts
 
 OPTIONS: dict[str, Any] = {"buckets": [8, 32], "request_slots": 4, **TAPE}
 

@@ -13,8 +13,8 @@ from fullgraph_compile.attention.reference import ReferenceAttention
 from fullgraph_compile.ops import AttentionSite
 from fullgraph_compile.options import BadOption
 from tests.models import VOCABULARY, tiny
+from tests.paged.engine import Engine, cache_for, compiled, one_shot, texts
 from tests.reports.cases import known_as
-from tests.test_paged import Engine, cache_for, compiled, one_shot, texts
 
 FEW: dict[str, Any] = {"buckets": [8, 64]}
 

@@ -18,8 +18,8 @@ from fullgraph_compile.batch import StaticBatch
 from fullgraph_compile.ops import AttentionSite
 from fullgraph_compile.program import Program
 from tests.models import T2, Layer, tiny, tokens
+from tests.paged.engine import Engine, cache_for, texts
 from tests.reports.cases import TAPE, known_as, pair
-from tests.test_paged import Engine, cache_for, texts
 
 OPTIONS: dict[str, Any] = {"buckets": [8, 16], "request_slots": 4, **TAPE}
 

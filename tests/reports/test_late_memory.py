@@ -16,8 +16,8 @@ from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.graphs.tape import TapeRecorder
 from fullgraph_compile.ops import AttentionSite
 from tests.models import T2, tiny, tokens
+from tests.paged.engine import Engine, cache_for, texts
 from tests.reports.cases import TAPE, equal, known_as, packed, pair, per_request
-from tests.test_paged import Engine, cache_for, texts
 
 OPTIONS: dict[str, Any] = {"buckets": [4, 8, 16, 32], "request_slots": 4, **TAPE}
 

@@ -14,8 +14,8 @@ from torch import Tensor
 import fullgraph_compile as fgc
 from fullgraph_compile.compiled_body import compiled_body
 from tests.models import T2, tiny, tokens
+from tests.paged.engine import Engine, cache_for, texts
 from tests.reports.cases import TAPE, equal, packed, pair, per_request
-from tests.test_paged import Engine, cache_for, texts
 
 OPTIONS: dict[str, Any] = {"buckets": [4, 8, 16, 32], "request_slots": 4, **TAPE}
 

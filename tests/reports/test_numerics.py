@@ -9,7 +9,7 @@ import torch
 
 import fullgraph_compile as fgc
 from tests.models import tiny_causal_lm
-from tests.test_paged import Engine, cache_for, compiled, one_shot, texts
+from tests.paged.engine import Engine, cache_for, compiled, one_shot, texts
 
 FEW: dict[str, Any] = {"buckets": [8, 64]}
 

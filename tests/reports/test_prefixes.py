@@ -13,8 +13,8 @@ from fullgraph_compile.attention.reference import ReferenceAttention
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.ops import AttentionSite
 from tests.models import tiny, tiny_causal_lm
+from tests.paged.engine import Engine, cache_for, compiled, texts
 from tests.reports.cases import known_as
-from tests.test_paged import Engine, cache_for, compiled, texts
 
 FEW: dict[str, Any] = {"buckets": [8, 64]}
 
