@@ -20,7 +20,7 @@ from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.ops import AttentionSite
 from fullgraph_compile.runner import BodyRunner
 from tests.models import tiny, tokens
-from tests.test_ways_in import packed, per_request
+from tests.packing import packed, per_request
 
 BATCHES = [[7, 5], [2, 1, 4], [16], [3], [1] * 6, [7, 5]]
 
