@@ -9,63 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as hf
 from torch import Tensor, nn
 
 from fullgraph_compile import ops
-from fullgraph_compile.passes.common import is_size, op_name, placeholders, value_of
+from fullgraph_compile.passes.common import op_name
 from fullgraph_compile.passes.mark_attention import Marked, mark_attention
+from tests.passes.direct_attention import attention_by, dense_attention, run
 from tests.tracing import TOKENS, trace
-
-REQUESTS: list[Tensor] = []
-"""The request of each token, for the attention of these tests."""
-
-
-def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None,
-    scale: float, left: int, right: int, softcap: float, site: int,
-) -> Tensor:  # fmt: skip
-    """The op's definition as one dense softmax in float64."""
-    assert sinks is None
-    assert slopes is None
-    assert site >= 0
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    query, key = torch.arange(len(q))[:, None], torch.arange(len(q))
-    seen = REQUESTS[0][:, None] == REQUESTS[0]
-    if left >= 0:
-        seen = seen & (key >= query - left)
-    if right >= 0:
-        seen = seen & (key <= query + right)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype).contiguous()
 
 
 @pytest.fixture(autouse=True)
 def direct_attention() -> Iterator[None]:
-    before = ops._direct
-    ops.set_direct_attention(dense_attention)
-    yield
-    ops._direct = before
-
-
-def run(marked: Marked, given: dict[str, Tensor]) -> Any:
-    """Run the marked graph on its example inputs, with those in ``given`` (by the end of their names) replaced."""
-    tokens = next(max(x.shape) for x in given.values()) if "x" not in given else given["x"].shape[2]
-    restarts = torch.zeros(tokens, dtype=torch.long)
-    if marked.requests == "positions":
-        restarts[1:] = (given["position_ids"].flatten().diff() != 1).cumsum(0)
-    REQUESTS[:] = [restarts]
-    examples = dict(zip(placeholders(marked.gm), marked.gm.meta["example_inputs"], strict=True))
-    inputs = [
-        tokens if is_size(value_of(node)) else next((x for n, x in given.items() if node.name.endswith(f"_{n}_")), old)
-        for node, old in examples.items()
-    ]
-    with torch.no_grad():
-        return marked.gm(*inputs)
+    with attention_by(dense_attention):
+        yield
 
 
 def marked_sdpa(fn: Callable[..., Tensor], *inputs: Tensor, **keywords: Any) -> Marked:
@@ -79,97 +35,6 @@ def refusals(fn: Callable[..., Tensor], *inputs: Tensor, **keywords: Any) -> str
     assert [op_name(n) for n in marked.gm.graph.nodes].count("scaled_dot_product_attention") == len(marked.refusals)
     return "; ".join(map(str, marked.refusals))
 
-
-# -- models of transformers, on their stock attention -----------------------------------------------------------------
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
-SHORT: dict[str, Any] = {**GROUPED, "num_hidden_layers": 1}
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], list[str], int, str]] = {
-    "llama": (lambda: hf.LlamaModel(hf.LlamaConfig(**GROUPED)), ["causal"] * 2, 2, "positions"),
-    "qwen2": (lambda: hf.Qwen2Model(hf.Qwen2Config(**SHORT)), ["causal"], 2, "positions"),
-    "qwen3": (lambda: hf.Qwen3Model(hf.Qwen3Config(**SHORT, head_dim=8)), ["causal"], 2, "positions"),
-    "mistral": (lambda: hf.MistralModel(hf.MistralConfig(**SHORT, sliding_window=4)), ["causal window of 4"], 2,
-                "positions"),
-    # The stock sdpa attention of transformers leaves the soft cap out, so the site has none.
-    "gemma2": (lambda: hf.Gemma2Model(hf.Gemma2Config(
-        **GROUPED, head_dim=8, sliding_window=4, query_pre_attn_scalar=8, attn_implementation="sdpa")),
-               ["causal window of 4", "causal"], 2, "positions"),
-    "phi3": (lambda: hf.Phi3Model(hf.Phi3Config(**SHORT, sliding_window=262144)), ["causal window of 262144"], 2,
-             "positions"),
-    "gpt2": (lambda: hf.GPT2Model(hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, bos_token_id=1,
-                                                eos_token_id=2)), ["causal"] * 2, 4, "positions"),
-    "opt": (lambda: hf.OPTModel(hf.OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
-                                             vocab_size=97, word_embed_proj_dim=32, max_position_embeddings=64)),
-            ["causal"] * 2, 4, "one"),
-    "bert": (lambda: hf.BertModel(hf.BertConfig(**SMALL), add_pooling_layer=False), ["two-sided"] * 2, 4, "one"),
-    "modernbert": (lambda: hf.ModernBertModel(hf.ModernBertConfig(**SMALL, local_attention=6, cls_token_id=1,
-                                                                  sep_token_id=2)),
-                   ["two-sided", "two-sided window of 3+3"], 4, "one"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_stock_transformers_models_are_marked_and_equal_eager(name: str) -> None:
-    build, masks, kv_heads, requests = MODELS[name]
-    if name == "gemma2" and not hf.Gemma2PreTrainedModel._supports_sdpa:
-        pytest.skip("this transformers does not run Gemma 2 on its sdpa attention: that leaves the soft cap out")
-    model = build().eval()
-    for parameter in model.parameters():
-        # Weights as they are drawn make attention nearly uniform: a wrong mask would hardly show.
-        parameter.data.add_(torch.randn_like(parameter) * 0.3)
-    keywords: dict[str, Any] = {} if "bert" in name else {"use_cache": False}
-    ids, run_of_one = torch.randint(3, 97, (1, TOKENS)), torch.arange(TOKENS)[None]
-    with torch.no_grad():
-        gm, token = trace(model, backed=True, input_ids=ids, position_ids=run_of_one, **keywords)
-    marked = mark_attention(gm, token)
-
-    assert not marked.refusals
-    assert [site.mask for site in marked.sites] == masks
-    assert [(s.index, s.heads, s.kv_heads, s.head_size, s.value_head_size) for s in marked.sites] == [
-        (i, 4, kv_heads, 8, 8) for i in range(len(masks))
-    ]
-    assert len({s.module for s in marked.sites}) == len(masks)
-    assert marked.requests == requests
-    assert (marked.positions is not None) == (requests == "positions")
-    assert not [n for n in marked.gm.graph.nodes if op_name(n) in ("cumsum", "le", "scaled_dot_product_attention")]
-    longer = torch.cat([torch.arange(9), torch.arange(3), torch.arange(7, 11)])[None]
-    for given in (run_of_one, longer):
-        ids = torch.randint(3, 97, given.shape)
-        with torch.no_grad():
-            expected = model(input_ids=ids, position_ids=given, **keywords)[0]
-        got = run(marked, {"input_ids": ids, "position_ids": given})[0]
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_padding_mask_given_to_a_model_is_refused_with_the_way_out() -> None:
-    model = hf.LlamaModel(hf.LlamaConfig(**SHORT)).eval()
-    ids = torch.randint(3, 97, (1, TOKENS))
-    with torch.no_grad():
-        gm, token = trace(model, backed=True, input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    marked = mark_attention(gm, token)
-    assert not marked.sites
-    assert len(marked.refusals) == 1
-    assert "a padding mask was given (l_kwargs_attention_mask_): pack the batch with fgc.compile" in str(
-        marked.refusals[0]
-    )
-    assert marked.refusals[0].module == "layers.0.self_attn"
-    assert "sdpa_attention.py" in marked.refusals[0].source
-
-
-def test_a_model_without_positions_is_one_request() -> None:
-    model = hf.LlamaModel(hf.LlamaConfig(**SHORT)).eval()
-    with torch.no_grad():
-        gm, token = trace(model, backed=True, input_ids=torch.randint(3, 97, (1, TOKENS)), use_cache=False)
-    marked = mark_attention(gm, token)
-    assert (marked.requests, marked.positions, len(marked.sites)) == ("one", None, 1)
-
-
-# -- calls of scaled_dot_product_attention ----------------------------------------------------------------------------
 
 sdpa = F.scaled_dot_product_attention
 X = torch.randn(1, 4, TOKENS, 8)

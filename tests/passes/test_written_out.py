@@ -13,6 +13,7 @@ from torch import Tensor
 from fullgraph_compile import ops
 from fullgraph_compile.passes.common import is_size, op_name, placeholders, value_of
 from fullgraph_compile.passes.mark_attention import Marked, mark_attention
+from tests.passes.direct_attention import attention_by
 from tests.tracing import TOKENS, trace
 
 HEADS = 4
@@ -40,10 +41,8 @@ def dense(
 
 @pytest.fixture(autouse=True)
 def direct_attention() -> Iterator[None]:
-    before = ops._direct
-    ops.set_direct_attention(dense)
-    yield
-    ops._direct = before
+    with attention_by(dense):
+        yield
 
 
 def marked(fn: Callable[[Tensor], Tensor]) -> Marked:
