@@ -1,104 +1,25 @@
-"""Our own attention on a pool, a table and vectors laid out as SGLang's: what is read, written and refused.
+"""Our own attention on a pool, a table and vectors laid out as SGLang's: what is read and what is written.
 
 On a CPU by the reference; with ``TRITON_INTERPRET=1`` by the kernels, in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fullgraph_compile.attention import kv_write
 from fullgraph_compile.attention.triton import TritonAttention
-from fullgraph_compile.integrations.sglang import own_attention, pool
-from fullgraph_compile.integrations.sglang.attention import HostedCall, Sites
+from fullgraph_compile.integrations.sglang import pool
+from fullgraph_compile.integrations.sglang.attention import HostedCall
 from fullgraph_compile.integrations.sglang.lengths import Lengths, lengths_kernel
-from fullgraph_compile.integrations.sglang.own_attention import OwnAttention
 from tests.attention.oracle import attend_requests
+from tests.sglang_runner import CELLS, HEADS, KV_HEADS, SIZE, TOKENS, Engine, Pool, chosen
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-SLOTS, CONTEXT, TOKENS, CELLS, HEADS, KV_HEADS, SIZE = 4, 48, 24, 128, 4, 2, 16
-NAMES = ("seq_lens", "extend_seq_lens", "req_pool_indices")
-
-
-class Pool:
-    """As SGLang's MHATokenToKVPool."""
-
-    def __init__(self) -> None:
-        self.dtype = self.store_dtype = torch.float32
-        self.kv_cache_layout, self.size, self.page_size = "nhd", CELLS - 1, 1
-        self.k = [torch.full((CELLS, KV_HEADS, SIZE), float("nan")) for _ in range(2)]
-        self.v = [torch.full((CELLS, KV_HEADS, SIZE), float("nan")) for _ in range(2)]
-
-    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        return self.k[layer_id], self.v[layer_id]
-
-
-class FlashInferAttnBackend:
-    full_cg_prefill_wrappers: Any = None
-
-    def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> str:
-        return "planned"
-
-
-def module(layer_id: int, **more: Any) -> Any:
-    return SimpleNamespace(
-        **{
-            "layer_id": layer_id, "is_cross_attention": False, "attn_type": SimpleNamespace(value="decoder"),
-            "sliding_window_size": -1, "use_irope": False, "logit_cap": 0.0, "logit_capping_method": "tanh",
-            "pos_encoding_mode": "NONE", "xai_temperature_len": -1, "k_scale": None, "v_scale": None,
-            "tp_q_head_num": HEADS, "tp_k_head_num": KV_HEADS, "qk_head_dim": SIZE, "v_head_dim": SIZE, "scaling": 0.25,
-            **more,
-        }
-    )  # fmt: skip
-
-
-class Engine:
-    """A prefill runner, and the requests that it has."""
-
-    def __init__(self) -> None:
-        self.pool, self.attention = Pool(), FlashInferAttnBackend()
-        table = torch.full((9, CONTEXT), 2**30, dtype=torch.int32)
-        self.model_runner = SimpleNamespace(
-            attn_backend=self.attention, token_to_kv_pool=self.pool, sliding_window_size=None,
-            req_to_token_pool=SimpleNamespace(req_to_token=table),
-            model_config=SimpleNamespace(is_encoder_decoder=False), server_args=SimpleNamespace(),
-        )  # fmt: skip
-        self.vectors = {name: torch.full((8,), 7, dtype=torch.int64) for name in NAMES}
-        self.runner: Any = SimpleNamespace(
-            model_runner=self.model_runner, _prefill_static_buffers=self.vectors, _capture_req_slots=SLOTS,
-            backend=SimpleNamespace(), _prepare_forward_metadata_for_replay=lambda *a: "prepared",
-            load_batch=lambda batch: None,
-        )  # fmt: skip
-        self.static = SimpleNamespace(
-            input_ids=torch.zeros(TOKENS, dtype=torch.int64), out_cache_loc=torch.zeros(TOKENS, dtype=torch.int64)
-        )
-        self.modules = [module(0), module(1)]
-
-    def sites(self) -> Sites:
-        sites = Sites(lambda *a: None)
-        sites.modules, sites.dtypes, sites.batch = self.modules, [torch.float32] * 2, self.static
-        return sites
-
-    def load(self, rows: list[int], new: list[int], cells: list[list[int]]) -> None:
-        """As SGLang's load_batch does: vectors with sentinels, write slots with zeros past the real ones."""
-        for name in NAMES:
-            self.vectors[name][:SLOTS] = 0
-        self.static.out_cache_loc.zero_()
-        at = 0
-        for i, (row, n, held) in enumerate(zip(rows, new, cells, strict=True)):
-            self.vectors["seq_lens"][i], self.vectors["extend_seq_lens"][i] = len(held), n
-            self.vectors["req_pool_indices"][i] = row
-            self.model_runner.req_to_token_pool.req_to_token[row, : len(held)] = torch.tensor(held, dtype=torch.int32)
-            self.static.out_cache_loc[at : at + n] = torch.tensor(held[len(held) - n :])
-            at += n
 
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="slow"))])
@@ -109,15 +30,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(Lengths, "compute", Lengths.launch)
         monkeypatch.setattr(kv_write, "_index", kv_write._launch)
     return str(request.param)
-
-
-def chosen(engine: Engine, name: str) -> tuple[OwnAttention, Sites]:
-    # As at a capture: nothing has a slot yet.
-    engine.load([0, 1], [TOKENS // 2] * 2, [[0] * (TOKENS // 2)] * 2)
-    own, sites = OwnAttention(engine.runner, name), engine.sites()
-    described = sites.described(torch.nn.Linear(1, 1))
-    assert own.choose(sites, described), own.why
-    return own, sites
 
 
 BATCHES = {
@@ -204,121 +116,3 @@ def test_lengths_are_rewritten_in_full(slots: int, way: str) -> None:
             assert lens.tolist() == given[:slots].tolist()
             assert ends.tolist() == [int(given[:i].sum()) for i in range(slots + 1)]
         assert lengths.real.tolist() == [int(new[:slots].sum())]
-
-
-class SWAKVPool(Pool):
-    pass
-
-
-class TboAttnBackend(FlashInferAttnBackend):
-    pass
-
-
-REFUSED: dict[str, tuple[str, str, Any]] = {
-    "the KV pool is SWAKVPool": ("model_runner", "token_to_kv_pool", SWAKVPool()),
-    "attention is TboAttnBackend": ("model_runner", "attn_backend", TboAttnBackend()),
-    "the KV pool's layout is hnd": ("pool", "kv_cache_layout", "hnd"),
-    "the KV cache holds torch.float8_e4m3fn": ("pool", "dtype", torch.float8_e4m3fn),
-    "the model has sliding windows": ("model_runner", "sliding_window_size", 128),
-    "ranks share a batch": ("runner", "require_mlp_tp_gather", True),
-    "chunks of their own (MLA)": ("runner", "_capture_chunked_prefix", True),
-    "the model has cross attention": ("config", "is_encoder_decoder", True),
-    "deterministic inference": ("arguments", "enable_deterministic_inference", True),
-    "split over ranks (dcp_size)": ("arguments", "dcp_size", 2),
-    "layer 1 is not a decoder's self-attention": ("module", "is_cross_attention", True),
-    "layer 1 has a window": ("module", "sliding_window_size", 64),
-    "layer 1 caps its logits by sigmoid": ("module", "logit_capping_method", "sigmoid"),
-    "layer 1 scales its keys and values": ("module", "k_scale", torch.ones(1)),
-    "layer 1 keeps ((2, 32), (2, 16)) a token": ("module", "qk_head_dim", 32),
-    "3 query heads are no multiple of 2 key heads": ("module", "tp_q_head_num", 3),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_our_attention_has_no_answer_to_is_left_to_sglang_by_name(
-    words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "find", lambda name: Pool)
-    if "query heads" in words:
-        monkeypatch.setattr(own_attention, "create_attention", _as_triton_would)
-    engine = Engine()
-    holder, name, value = REFUSED[words]
-    engine.modules[1].logit_cap = 30.0
-    holders = {
-        "model_runner": engine.model_runner, "pool": engine.pool, "runner": engine.runner, "module": engine.modules[1],
-        "config": engine.model_runner.model_config, "arguments": engine.model_runner.server_args,
-    }  # fmt: skip
-    setattr(holders[holder], name, value)
-    sites = engine.sites()
-    own = OwnAttention(engine.runner, "reference")
-    with pytest.raises(RuntimeError, match="attention='reference' cannot be captured") as error:
-        own.choose(sites, sites.described(torch.nn.Linear(1, 1)))
-    assert words in str(error.value) and own.backend is None
-    assert own.words.startswith("SGLang's ") and words in own.words
-
-
-def _as_triton_would(name: str, sites: Any, device: torch.device) -> Any:
-    from fullgraph_compile.attention import UnsupportedAttention
-
-    reasons = [r for s in sites for r in TritonAttention().supports(s, device) if "heads" in r]
-    raise UnsupportedAttention("triton", device, {"triton": tuple(reasons)})
-
-
-def test_auto_leaves_other_devices_to_sglang_and_further_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "find", lambda name: Pool)
-    engine = Engine()
-    own, sites = OwnAttention(engine.runner, "auto"), engine.sites()
-    assert not own.choose(sites, ()) and own.words == "SGLang's FlashInferAttnBackend (the device is cpu)"
-    sites.extras = {"sinks"}
-    with pytest.raises(RuntimeError, match="attention gets sinks"):
-        OwnAttention(engine.runner, "reference").choose(sites, ())
-
-
-@pytest.mark.parametrize("lost", ["_prefill_static_buffers", "_capture_req_slots"])
-def test_a_runner_that_is_built_another_way_keeps_sglangs_attention(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "find", lambda name: Pool)
-    engine = Engine()
-    delattr(engine.runner, lost)
-    with pytest.raises(RuntimeError, match=f"this SGLang is built another way: .*{lost}"):
-        chosen(engine, "reference")
-
-
-def test_a_backend_that_fails_at_its_first_run_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "find", lambda name: Pool)
-
-    class Broken:
-        name = "broken"
-
-        def run(self, *args: Any) -> Any:
-            raise MemoryError("out of shared memory")
-
-    monkeypatch.setattr(own_attention, "create_attention", lambda *args: Broken())
-    engine = Engine()
-    with pytest.raises(RuntimeError, match="broken failed: MemoryError: out of shared memory"):
-        chosen(engine, "reference")
-
-
-def test_sglang_plans_nothing_for_graphs_that_we_attend_in_and_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "find", lambda name: Pool)
-
-    class Ours:
-        ours = True
-        sglangs = frozenset({16})
-
-    engine = Engine()
-    own, _ = chosen(engine, "reference")
-    engine.attention.full_cg_prefill_wrappers = ["wrapper"]
-    with contextlib.ExitStack() as capture:
-        own.take_over(capture)
-        assert engine.attention.init_forward_metadata_out_graph(None, in_capture=True) is None
-    assert engine.attention.init_forward_metadata_out_graph(None) == "planned"
-    assert engine.attention.full_cg_prefill_wrappers is None
-    prepare = engine.runner._prepare_forward_metadata_for_replay
-    engine.runner.backend = Ours()
-    engine.runner.backend.session = SimpleNamespace(own=own)
-    assert prepare(None, None, 8) is None and prepare(None, None, SimpleNamespace(size=8)) is None
-    assert prepare(None, None, 16) == "prepared"
-    engine.runner.backend.session.own = OwnAttention(engine.runner, "sglang")
-    assert prepare(None, None, 8) == "prepared"
-    engine.runner.backend = SimpleNamespace()
-    assert prepare(None, None, 8) == "prepared"
