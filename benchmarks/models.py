@@ -84,7 +84,8 @@ def _reads_text(class_name: str) -> bool:
 def _code() -> str:
     """Of the code that a result comes from: the package but for what knows SGLang, the models' recipes and calls."""
     digest = hashlib.sha256()
-    own = [ROOT / "tests" / "transformers_models" / name for name in ("architectures.py", "tiny_configs.py")]
+    recipes = ("architectures.py", "calls.py", "random_weights.py", "tiny_configs.py")
+    own = [ROOT / "tests" / "transformers_models" / name for name in recipes]
     found = {*ROOT.glob("fullgraph_compile/**/*.py"), *ROOT.glob("passes/*.py"), *own}
     # An editable tree may hold the passes a second time, by a link.
     ours = {p for p in found if "sglang" not in p.parts and p.parent != ROOT / "fullgraph_compile" / "passes"}

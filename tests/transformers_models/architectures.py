@@ -16,7 +16,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.transformers_models.tiny_configs import VARIANTS, VOCABULARY, tiny_config
+from tests.transformers_models.calls import CALLS, expected, real, rows_of, tokens_of, with_decoder, without_cache
+from tests.transformers_models.random_weights import EXPERTS, first_call, with_weights
+from tests.transformers_models.tiny_configs import VARIANTS, tiny_config
 
 REPLAYS, REFUSED, NOT_TRACED, NOT_BUILT, STOPPED, UNEQUAL = (
     "replays",
@@ -33,23 +35,7 @@ MAPPINGS = {
 }
 # Relative to the largest output of eager.
 TOLERANCE = 1e-4
-EXPERTS = "batched_mm"
 OPTIONS: dict[str, Any] = {"graphs": "tape", "compiler": "eager", "max_tokens": 32, "request_slots": 4}
-# Kind of call and the requests' lengths; more than one request, windows overrun, one token, and both sides of padding.
-CALLS: tuple[tuple[str, tuple[int, ...]], ...] = (
-    ("right", (3, 7, 4)),
-    ("packed", (5, 4)),
-    ("packed", (11,)),
-    ("left", (3, 7, 4)),
-    ("dense", (5, 5)),
-    ("packed", (7, 1, 3, 5)),
-    ("right", (9, 1)),
-    ("packed", (1,)),
-    ("left", (2, 6)),
-    ("packed", (12, 6, 2)),
-    ("right", (1, 8, 2, 8)),
-    ("dense", (17,)),
-)
 
 
 @dataclass
@@ -114,8 +100,8 @@ def build(result: Result) -> Any:
     first: Exception | None = None
     for variant in VARIANTS:
         try:
-            model = _with_weights(kind, tiny_config(kind.config_class, variant, causal=result.mapping == "causal"))
-            _first_call(model)
+            model = with_weights(kind, tiny_config(kind.config_class, variant, causal=result.mapping == "causal"))
+            first_call(model)
             return model
         except Exception as e:
             first = first or e
@@ -123,116 +109,8 @@ def build(result: Result) -> Any:
     raise first
 
 
-def _with_weights(kind: Any, config: Any) -> Any:
-    import torch
-
-    capped = any(_softcap(c) for c in (config, getattr(config, "text_config", None)))
-    if capped:
-        # transformers' sdpa attention drops the cap without a word; only its eager attention is a reference.
-        config._attn_implementation = "eager"
-    for part in (config, getattr(config, "text_config", None)):
-        # Not every forward has an argument for it.
-        if hasattr(part, "use_cache"):
-            part.use_cache = False
-    if kind._can_set_experts_implementation():
-        # grouped_mm, the default, reads counts on the host where it is traced in fp32: no graph can repeat that.
-        config._experts_implementation = EXPERTS
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if not p.is_floating_point():
-                continue
-            if p.dim() > 1:
-                # At the usual scale of initialisation attention and positions hardly matter.
-                p.copy_(torch.randn_like(p) * min(0.3, 1.5 / math.sqrt(p.shape[-1])))
-            elif name.endswith("bias"):
-                p.copy_(torch.randn_like(p) * 0.1)
-            elif name.endswith("weight"):
-                p.copy_(torch.randn_like(p) * 0.1 + 1.0)
-            else:
-                p.add_(torch.randn_like(p) * 0.3)
-    return model
-
-
 def _has_experts(model: Any) -> bool:
     return any(hasattr(m, "apply_gate") or type(m).__name__.endswith("Experts") for m in model.modules())
-
-
-def _softcap(config: Any) -> bool:
-    return bool(getattr(config, "attn_logit_softcapping", None))
-
-
-def _first_call(model: Any) -> None:
-    import torch
-
-    with torch.no_grad():
-        out = rows_of(model(**with_decoder(model, _tokens((9,), "dense", 0)), **without_cache(model)))
-    if out.dim() != 3 or out.shape[:2] != (1, 9):
-        raise ValueError(f"its output has shape {list(out.shape)} for [1, 9] tokens")
-    if not torch.isfinite(out).all():
-        raise ValueError("its own output is not finite")
-
-
-def without_cache(model: Any) -> dict[str, bool]:
-    """Arguments that keep a model from making a KV cache."""
-    import inspect
-
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-
-
-def with_decoder(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The call, and of a model that has an encoder beside its decoder the same tokens for that."""
-    import inspect
-
-    names = inspect.signature(model.forward).parameters
-    if not getattr(model.config, "is_encoder_decoder", False) or "decoder_input_ids" not in names:
-        return inputs
-    decoder = {"decoder_input_ids": inputs["input_ids"]}
-    if "attention_mask" in inputs and "decoder_attention_mask" in names:
-        decoder["decoder_attention_mask"] = inputs["attention_mask"]
-    return inputs | decoder
-
-
-def rows_of(output: Any) -> Any:
-    """The output that has a row for each token."""
-    for name in ("logits", "last_hidden_state", "prediction_logits"):
-        if getattr(output, name, None) is not None:
-            return getattr(output, name)
-    return output[0]
-
-
-def _tokens(lengths: tuple[int, ...], kind: str, seed: int) -> dict[str, Any]:
-    """The arguments of a padded or dense call; of a packed one, one row with all requests."""
-    import torch
-
-    g = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(4, VOCABULARY - 16, (n,), generator=g) for n in lengths]
-    if kind == "packed":
-        return {"input_ids": torch.cat(ids)[None]}
-    if kind == "dense":
-        return {"input_ids": torch.stack(ids)}
-    width = max(lengths)
-    padded, mask = torch.zeros(len(ids), width, dtype=torch.long), torch.zeros(len(ids), width, dtype=torch.long)
-    for row, x in enumerate(ids):
-        at = slice(0, len(x)) if kind == "right" else slice(width - len(x), width)
-        padded[row, at], mask[row, at] = x, 1
-    return {"input_ids": padded, "attention_mask": mask}
-
-
-def _expected(eager: Any, kind: str, lengths: tuple[int, ...], inputs: dict[str, Any], more: dict[str, Any]) -> Any:
-    """Eager's rows at the real tokens: ``[tokens, width]``; packed requests are called one by one."""
-    import torch
-
-    if kind != "packed":
-        return _real(rows_of(eager(**inputs, **more)), inputs)
-    alone = [with_decoder(eager, {"input_ids": x}) for x in inputs["input_ids"].split(list(lengths), 1)]
-    return torch.cat([rows_of(eager(**x, **more))[0] for x in alone])
-
-
-def _real(rows: Any, inputs: dict[str, Any]) -> Any:
-    mask = inputs.get("attention_mask")
-    return rows.flatten(0, 1) if mask is None else rows[mask.bool()]
 
 
 def _measure(model: Any, result: Result, said: list[str]) -> None:
@@ -254,10 +132,10 @@ def _measure(model: Any, result: Result, said: list[str]) -> None:
     unequal: list[str] = []
     for seed, (kind, lengths) in enumerate(CALLS):
         what = f"{kind} {list(lengths)}"
-        inputs = with_decoder(model, _tokens(lengths, kind, seed))
+        inputs = with_decoder(model, tokens_of(lengths, kind, seed))
         with torch.no_grad():
             try:
-                want = _expected(eager, kind, lengths, inputs, more)
+                want = expected(eager, kind, lengths, inputs, more)
             except Exception as e:
                 # Not a call that this model can make: nothing to compare with.
                 _note(result, f"eager cannot do {what}: {in_short(e)}")
@@ -267,7 +145,7 @@ def _measure(model: Any, result: Result, said: list[str]) -> None:
             batch = fgc.PrefillBatch(list(lengths), device="cpu") if kind == "packed" else nullcontext()
             try:
                 with batch:
-                    got = _real(rows_of(model(**inputs, **more)), inputs)
+                    got = real(rows_of(model(**inputs, **more)), inputs)
             except fgc.FallbackError as e:
                 if kind != "packed":
                     unequal.append(f"{what}: raises {in_short(e)}")
