@@ -53,6 +53,7 @@ class CompiledBody:
         self.fused = FusedWeights(module) if options.fuse_projections else None
         self.tracer = Tracer(self.integration, options, self.report, self.fused)
         self.forms = Forms(self.module, self.tracer, strict=options.strict)
+        self.closed = False
         self._lock = threading.RLock()
         self._counts = threading.local()
         # Where the module is the body of a model, the forward of that.
@@ -102,6 +103,8 @@ class CompiledBody:
         try:
             # What was learned of the module must not be forgotten while a call is bound by it.
             with self._lock:
+                if self.closed:
+                    raise NotServed(Reason.CLOSED)
                 # Each change may show in more than one form of the call: one was bound as the module had been, others
                 # were traced then.
                 for _ in range(self.MOST_CHANGES):
@@ -135,11 +138,16 @@ class CompiledBody:
         """The original call.  Inside a batch of several requests it would mean something else, so it is an error."""
         if self.options.unsafe == "error" and refusal.reason in NOT_SAFE:
             raise FallbackError(f"{self.report.name}: {refusal} (unsafe='error' is set)")
-        self.report.fell_back(refusal.reason, refusal.detail, strict=self.options.strict)
+        self._note(refusal)
         self._check_eager(refusal)
         # Another thread's call may be traced meanwhile, for which the module itself is switched.
         with self._lock if self.integration.switches else nullcontext():
             return self.forward(*args, **kwargs)
+
+    def _note(self, refusal: NotServed) -> None:
+        # To a body that was closed meanwhile the call is one of the module itself, as the next one is.
+        if not self.closed:
+            self.report.fell_back(refusal.reason, refusal.detail, strict=self.options.strict)
 
     def _check_eager(self, refusal: NotServed) -> None:
         batch = active_batch()
@@ -153,8 +161,9 @@ class CompiledBody:
         Raises:
             FallbackError: inside a batch, which the model then knows nothing of; under ``strict``.
         """
-        refusal = NotServed(Reason.PASSED_BY, f"{type(self.module()).__name__}.forward")
-        self.report.fell_back(refusal.reason, refusal.detail, strict=self.options.strict)
+        reason = Reason.CLOSED if self.closed else Reason.PASSED_BY
+        refusal = NotServed(reason, f"{type(self.module()).__name__}.forward")
+        self._note(refusal)
         self._check_eager(refusal)
 
     # -- asking --------------------------------------------------------------------------------------------------
@@ -195,6 +204,7 @@ class CompiledBody:
     def close(self) -> None:
         """Put the module's own forward back and free everything."""
         with self._lock:
+            self.closed = True
             self.release()
             unregister(self, *self.graphs())
             self.forms.variants.clear()

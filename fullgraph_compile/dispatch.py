@@ -46,6 +46,7 @@ class Reason(enum.Enum):
     MASK = "a mask was given that is neither packed away nor proven trivial"
     ARGUMENTS = "the call's arguments are not ones that a graph can serve"
     DISABLED = "FULLGRAPH_COMPILE_DISABLE is set"
+    CLOSED = "close() was called while the call waited"
 
 
 class Route(enum.Enum):

@@ -139,6 +139,42 @@ def test_what_was_learned_of_a_model_is_not_forgotten_under_a_call_of_another_th
     assert type(out) is type(run(copy.deepcopy(module), 5))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_call_that_waits_while_the_body_is_closed_is_one_of_the_module(strict: bool) -> None:
+    module = small()
+    body = ready("compile", module, strict=strict)
+    compiled = compiled_body(body)
+    assert compiled is not None
+    want, got, called = run(copy.deepcopy(module), 5), [], threading.Event()
+    served = compiled._served
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        called.set()
+        return served(*args, **kwargs)
+
+    def work() -> None:
+        try:
+            got.append(run(body, 5))
+            with fgc.PrefillBatch([2, 3], device="cpu"):
+                compiled(tokens(5))
+        except BaseException as error:
+            got.append(error)
+
+    compiled._served = waiting  # type: ignore[method-assign]
+    thread = threading.Thread(target=work)
+    with compiled._lock:
+        thread.start()
+        called.wait(30)
+        time.sleep(0.05)  # it waits for the lock now
+        fgc.close(body)
+    thread.join()
+    equal(got[0], want)
+    # As the module itself it would let the two requests see each other.
+    assert isinstance(got[1], fgc.FallbackError), got[1]
+    assert "close() was called" in str(got[1])
+    assert not compiled.graphs() and fgc.compile(module) is module
+
+
 def test_a_call_of_the_model_itself_is_not_made_while_another_thread_has_it_switched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
