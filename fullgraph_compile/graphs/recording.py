@@ -11,30 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fullgraph_compile.graphs.base import CaptureError, listening
+from fullgraph_compile.graphs.unrepeatable import HostReads, refuse
 
-# Host reads that reach the dispatcher.  Under inference_mode composite ops arrive whole, else as what they are made of.
-_HOST_OPS = frozenset(
-    {"item", "is_nonzero", "_local_scalar_dense", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
-     "masked_select", "bincount", "_unique", "_unique2", "unique_dim", "unique_consecutive", "_linalg_check_errors",
-     "where.default", "tensor_split.tensor_indices_or_sections"}
-)  # fmt: skip
-# Host reads that do not: the tensor's memory is read straight from Python.
-_HOST_CALLS = {
-    getattr(Tensor, name): name
-    for name in ("item", "tolist", "numpy", "__array__", "__dlpack__", "__bool__", "__int__", "__float__",
-                 "__complex__", "__index__", "__repr__", "__format__")
-}  # fmt: skip
-_REBIND_OPS = frozenset({"set_", "set_data", "resize_", "resize_as_", "_resize_output_"})
 _EMPTY_OPS = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-)  # fmt: skip
-_INDEX_OPS = frozenset(
-    {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_"}
 )  # fmt: skip
 
 
@@ -67,20 +52,11 @@ def poison(tensor: Tensor) -> None:
         tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max // 2)
 
 
-class _HostReads(TorchFunctionMode):
-    """Refuses the host reads that never reach the dispatcher."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HOST_CALLS:
-            raise CaptureError(f"Tensor.{_HOST_CALLS[func]} reads a tensor on the host, which a replay does not repeat")
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def _out_of_sight() -> Iterator[None]:
     """Without our modes: compiled code is guarded on the modes that are on, and would be traced again under them."""
     functions = list(_get_current_function_mode_stack())
-    others = [mode for mode in functions if not isinstance(mode, _HostReads)]
+    others = [mode for mode in functions if not isinstance(mode, HostReads)]
     with _disable_current_modes():
         for _ in functions:
             _pop_mode()
@@ -143,7 +119,7 @@ class Recording(TorchDispatchMode):
         self.memory: dict[int, Memory] = {}
         self.opaque_ops: Counter[str] = Counter()
         self.generators: dict[torch.Generator, Tensor] = {}
-        self._reads = _HostReads()
+        self._reads = HostReads()
         self._key = getattr(torch._C.DispatchKey, device.type.upper())
         self._watch(torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index])
 
@@ -158,7 +134,7 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             raise CaptureError(f"{func} is an operator on functions, which the tape cannot record")
-        _refuse(func, args, kwargs)
+        refuse(func, args, kwargs)
         if self._is_python(func):
             # Recorded as one call, an op written in Python would be run again by a replay, and read the live values
             # of its integers and attributes: what it launches is recorded instead.
@@ -226,7 +202,7 @@ class Recording(TorchDispatchMode):
     @contextmanager
     def below(self) -> Iterator[None]:
         # A mode is off while it handles a call, and so it is inside of an op that was called under it.
-        if any(isinstance(mode, _HostReads) for mode in _get_current_function_mode_stack()):
+        if any(isinstance(mode, HostReads) for mode in _get_current_function_mode_stack()):
             yield
             return
         with self._reads:
@@ -293,18 +269,3 @@ def _same_class(leaf: Any) -> Any:
     if type(leaf) is torch.nn.Parameter:
         return torch.nn.Parameter(leaf.detach(), requires_grad=leaf.requires_grad)
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _refuse(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    name = func._schema.name.partition("::")[2]
-    if name in _HOST_OPS or f"{name}.{func._overloadname or 'default'}" in _HOST_OPS:
-        raise CaptureError(f"{func} reads a tensor on the host, which a replay does not repeat")
-    if name == "repeat_interleave" and func._overloadname != "self_int" and kwargs.get("output_size") is None:
-        raise CaptureError(f"{func} reads its output's size on the host; give it output_size")
-    if name in _REBIND_OPS:
-        raise CaptureError(f"{func} gives a tensor other memory, which a replay does not see")
-    if name in _INDEX_OPS and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1])):
-        values = args[2] if len(args) > 2 else kwargs.get("values")
-        # One value for all that a mask selects is a fill, and needs no positions.
-        if values is None or values.numel() != 1 or (len(args) > 3 and args[3]) or kwargs.get("accumulate"):
-            raise CaptureError(f"{func} with a boolean mask reads its output's size on the host")
