@@ -1,4 +1,4 @@
-"""What is given to Dynamo to trace, and what a call of it leaves on the module."""
+"""What is given to Dynamo to trace, and what a call of it leaves behind besides its result."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch._dynamo import symbolic_convert
+from torch._dynamo.variables import base
 
 _numbers = itertools.count()
+_NOTHING = object()
 
 
 def _call_forward(module: Any, kwargs: dict[str, Any]) -> Any:
@@ -38,6 +41,34 @@ def attributes(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]
 def left_something(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
     """Whether a call has set an attribute: only Dynamo's own code sets it at each call."""
     return any(now.keys() != then.keys() or any(now[k] is not v for k, v in then.items()) for now, then in before)
+
+
+def written_attributes() -> list[tuple[Any, str, Any]] | None:
+    """What the call that is being traced writes to objects that it did not make: each object, an attribute's name, and
+    the value that it has now, before it is written.  None if it writes anything else: an entry of a dict or a list, a
+    global, a value that is another at each call.
+
+    Asked by the backend, while the trace is open: only Dynamo's own code writes, and does so after each call.
+    """
+    effects = symbolic_convert.InstructionTranslator.current_tx().output.side_effects
+    objects = {id(x): x for x in effects.keepalive}
+    written = []
+    for i, variable in list(effects.id_to_variable.items()):
+        kind = variable.mutation_type
+        new = not isinstance(kind, (base.ValueMutationExisting, base.AttributeMutationExisting))
+        if new or not effects.is_modified(variable):
+            continue
+        values = effects.store_attr_mutations.get(variable, {})
+        held = getattr(objects.get(i), "__dict__", None)
+        if not values or held is None or not all(v.is_python_constant() for v in values.values()):
+            return None
+        written += [(objects[i], name, held.get(name, _NOTHING)) for name in values]
+    return written
+
+
+def put_back(written: list[tuple[Any, str, Any]]) -> bool:
+    """Whether a call has left ``written_attributes`` as they were."""
+    return all(vars(x).get(name, _NOTHING) is value for x, name, value in written)
 
 
 def keep_guard(guards: Sequence[Any]) -> list[bool]:

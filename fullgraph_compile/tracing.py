@@ -27,7 +27,14 @@ from fullgraph_compile.options import BadOption, Options
 from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.progress import phase
 from fullgraph_compile.report import Report, first_lines
-from fullgraph_compile.traceable import attributes, keep_guard, left_something, thin
+from fullgraph_compile.traceable import (
+    attributes,
+    keep_guard,
+    left_something,
+    put_back,
+    thin,
+    written_attributes,
+)
 from fullgraph_compile.variant import Variant
 from fullgraph_compile.watching import WORKS
 
@@ -48,6 +55,7 @@ class _First:
         results: what it returned.
         failed: what the backend raised.
         codes: what was traced through.
+        written: what it writes to objects that were there before it; None = more than attributes.
         ran: whether there was such a call.
     """
 
@@ -56,11 +64,13 @@ class _First:
     results: Sequence[Any] = ()
     failed: BadOption | NotServed | None = None
     codes: set[types.CodeType] = field(default_factory=set)
+    written: list[tuple[Any, str, Any]] | None = None
     ran: bool = False
 
     def clear(self) -> None:
         """Let go of all; there was a first call."""
         self.graph, self.args, self.results, self.failed, self.codes, self.ran = None, (), (), None, set(), True
+        self.written = None
 
 
 class _Graphs(list[Any]):
@@ -150,6 +160,7 @@ class Tracer:
 
         def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             first.codes.update(traced_code())
+            first.written = written_attributes()
             shown.close()  # what follows shows itself
             tracer = me()
             assert tracer is not None
@@ -211,7 +222,7 @@ class Tracer:
         variant = Variant(first.graph, traced, body.__code__, marked, unbacked, weakref.ref(module))
         variant.graphs = graphs
         variant.functions = ClassFunctions(module, first.codes)
-        if not left_something(before):
+        if first.written is not None and put_back(first.written) and not left_something(before):
             variant.learn(first.args, first.results, result)
             variant.lasting = self.holds(variant)
             variant.direct = variant.direct and variant.lasting

@@ -89,7 +89,7 @@ class Variant:
     _pause: int = 0
 
     def __post_init__(self) -> None:
-        self._numbers = {k: v for k, v in self.sample.items() if is_number(v)}
+        self._numbers = {k: _number(v) for k, v in self.sample.items() if _number(v) is not None}
 
     # -- learning ------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Variant:
         self.parts = [
             (part._modules, name, child) for part in module.modules() for name, child in part.named_children()
         ]
-        self.numbers[tuple(v for v in self.sample.values() if is_number(v))] = True
+        self.numbers[tuple(self._numbers.values())] = True
         names = {id(v): k for k, v in self.sample.items() if isinstance(v, Tensor)}
         owners = {id(t): owner for owner, t in _weights(module)}
         inputs = self.graph.runner.inputs
@@ -124,6 +124,10 @@ class Variant:
             return
         self.args = Arguments(held, inputs.weights)
         self.result = Result.learn(result, outputs, names)
+        # The caller may write to its own.
+        self.sample = {
+            k: v.clone() if k in self._numbers and isinstance(v, Tensor) else v for k, v in self.sample.items()
+        }
         self.direct = self.result is not None
 
     # -- calling -------------------------------------------------------------------------------------------------
@@ -198,14 +202,16 @@ class Variant:
         return not all(map(operator.is_, map(dict.get, slots, names), children))
 
     def needs_asking(self, call: dict[str, Any]) -> bool:
-        """Whether the call gives a number other than the traced call's."""
+        """Whether the call gives a number, or a tensor that is one, other than the traced call's."""
         return bool(self._numbers) and any(call[k] != v for k, v in self._numbers.items())
 
     def accepts(self, call: dict[str, Any]) -> bool:
         """Whether the trace is for the numbers that the call gives: the same as in the traced call, or unused."""
         numbers = {k: call[k] for k in self._numbers}
-        known = tuple(numbers.values())
+        known = tuple(map(_number, numbers.values()))
         if known not in self.numbers:
+            if len(self.numbers) >= self.MOST_NUMBERS:
+                self.numbers.clear()
             self.numbers[known] = self.holds({**self.sample, **numbers})
         return self.numbers[known]
 
@@ -222,6 +228,8 @@ class Variant:
         return entry is not None and bool(entry.guard_manager.check({"module": self.module(), "kwargs": sample}))
 
     MOST_PAUSE: ClassVar[int] = 255
+    # Values of a call's numbers, of which it is known whether the trace is for them.
+    MOST_NUMBERS: ClassVar[int] = 4096
 
     def stand(self, own_globals: dict[str, Any], integration: PlainModule) -> None:
         """Begin to watch for changes, where this Python and this torch let it be.  All guards must hold.
@@ -301,3 +309,14 @@ def _weights(module: nn.Module) -> Iterator[tuple[Owner, Tensor]]:
             for name, tensor in slots.items():
                 if tensor is not None:
                     yield Owner(slots, name), tensor
+
+
+# Dynamo takes ``item()`` of these for a number that it may guard on.
+_ITEMS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.float64})
+
+
+def _number(value: Any) -> Any:
+    """The number that an argument is, or holds where a trace may be for that value alone; None if there is none."""
+    if isinstance(value, Tensor):
+        return value.item() if value.dim() == 0 and value.dtype in _ITEMS and value.device.type == "cpu" else None
+    return value if is_number(value) else None

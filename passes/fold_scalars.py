@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fullgraph_compile.passes.common import op_name, value_of
 
@@ -18,6 +19,8 @@ def fold_scalars(gm: GraphModule) -> GraphModule:
         if op_name(node) != "item" or node.args[0].op != "placeholder":
             continue
         number = value_of(node)
+        if free_unbacked_symbols(number):
+            continue  # the module's own ``item()``: Dynamo does not know the value either
         constant = number if isinstance(number, (int, float, bool)) else _concrete(number)
         for user in list(node.users):
             user.replace_input_with(node, constant)

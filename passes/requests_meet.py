@@ -54,6 +54,8 @@ def _from(node: Node, picked: dict[Node, Node]) -> bool:
 
 def _picks(node: Node, proof: Proof) -> str:
     """Why a refused op is more than rows picked by an index that no row says; empty if it is no more."""
+    if not node.all_input_nodes:
+        return "is no choice of rows"  # random numbers, say
     name, writes = canonical(node)
     source, *index = node.all_input_nodes
     dims = token_dims(value_of(source), proof.token)
