@@ -8,21 +8,18 @@ reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 
 from fullgraph_compile.ops import AttentionSite
-from fullgraph_compile.passes.common import expression, free_symbols, module_path, op_name, value_of
-from fullgraph_compile.passes.masks import HIDDEN, MaskKind
+from fullgraph_compile.passes.common import expression, module_path, op_name, value_of
+from fullgraph_compile.passes.masks import MaskKind
 from fullgraph_compile.passes.part import METADATA_ONLY, NotUnderstood
+from fullgraph_compile.passes.scores import CASTS, VIEWS, check_uncapped, product_before, scores_before, square
 from fullgraph_compile.passes.sdpa import SdpaCall, geometry
-
-_PRODUCTS = ("matmul", "bmm", "baddbmm")
-_CASTS = ("to", "float", "type", "type_as", "contiguous", "clone")
-_VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
 
 KindOf = Callable[[Node, Node, bool, float], MaskKind]
 """(mask, reader, whether True hides, factor after it is added) -> what the mask computes; raises NotUnderstood."""
@@ -30,31 +27,13 @@ SlopesOf = Callable[[Node, Node, int], tuple[float, ...]]
 """(bias, reader, heads) -> slopes; raises NotUnderstood."""
 
 
-@dataclass
-class _Scores:
-    """What happens to the scores from their product on.
-
-    Attributes:
-        factor: what the product is multiplied with in all.
-        added: what is added to them, the node that reads it, and what it is multiplied with afterwards.
-        hidden: masks that choose between scores and a constant, their readers, and whether True hides.
-        softcap: what a tanh of them is multiplied with; 0.0 = there is none.
-    """
-
-    product: Node
-    factor: float = 1.0
-    added: list[tuple[Node, Node, float]] = field(default_factory=list)
-    hidden: list[tuple[Node, Node, bool]] = field(default_factory=list)
-    softcap: float = 0.0
-
-
 def is_attention(softmax: Node, token: Any) -> bool:
     """Whether a softmax is over keys of a product of queries and keys, and weighs values."""
     return (
         op_name(softmax) == "softmax"
         and bool(softmax.args)
-        and _square(softmax, token)
-        and _product_before(softmax.args[0], token)
+        and square(softmax, token)
+        and product_before(softmax.args[0], token)
         and _after(softmax, token) is not None
     )
 
@@ -73,7 +52,7 @@ def read_written_out(
     dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
     if dim not in (-1, value_of(softmax).dim() - 1):
         raise NotUnderstood(f"the softmax is over dim {dim}, not over the keys")
-    scores = _before(softmax, token)
+    scores = scores_before(softmax, token)
     end = _after(softmax, token)
     assert end is not None
     q, keys, bias, beta, alpha = _product(scores.product)
@@ -81,7 +60,7 @@ def read_written_out(
     if not all(isinstance(n, Node) and isinstance(value_of(n), Tensor) for n in (q, keys, v)):
         raise NotUnderstood("queries, keys and values are not three tensors")
     if bias is not None:
-        _check_uncapped(scores.product, scores)
+        check_uncapped(scores.product, scores)
         scores.added.append((bias, scores.product, scores.factor * beta))
 
     shapes = [_of_one_row(n) for n in (q, keys, v)]
@@ -127,92 +106,10 @@ def scores_of(end: Node, token: Any) -> set[Node]:
     pending = [end.args[0]]
     while pending:
         node = pending.pop()
-        if isinstance(node, Node) and node not in found and _square(node, token):
+        if isinstance(node, Node) and node not in found and square(node, token):
             found.add(node)
             pending += node.all_input_nodes
     return found
-
-
-def _before(softmax: Node, token: Any) -> _Scores:
-    """From the softmax back to the product of queries and keys."""
-    scores = _Scores(softmax)
-    node, reader = softmax.args[0], softmax
-    while True:
-        if not isinstance(node, Node) or not _square(node, token):
-            raise NotUnderstood("the scores are not one number for each pair of tokens")
-        if not value_of(node).is_floating_point():
-            raise NotUnderstood(f"the scores are made {value_of(node).dtype}")
-        if any(user is not reader and op_name(user) not in METADATA_ONLY for user in node.users):
-            raise NotUnderstood(f"the scores {node.name} are read by something else")
-        if op_name(node) in _PRODUCTS and not any(_square(n, token) for n in node.all_input_nodes[-2:]):
-            scores.product = node
-            return scores
-        node, reader = _step(node, scores, token), node
-
-
-def _step(node: Node, scores: _Scores, token: Any) -> Any:
-    """The scores before ``node``; what it does to them is noted."""
-    name, args = op_name(node), node.args
-    first, second = (*args, None, None)[:2]
-    if name in _CASTS or name in _VIEWS:
-        return first
-    if name in ("mul", "multiply") and isinstance(first, (int, float)):
-        first, second = second, first
-    if name in ("mul", "multiply") and isinstance(second, (int, float)):
-        scores.factor *= second
-        return first
-    if name in ("truediv", "div") and isinstance(second, (int, float)) and not node.kwargs:
-        scores.factor /= second
-        return first
-    if name == "tanh" and not scores.softcap and scores.factor > 0:
-        # What it is multiplied with is the cap; the product before it is divided by that.
-        scores.softcap = scores.factor
-        return first
-    if name in ("add", "masked_fill", "where"):
-        _check_uncapped(node, scores)
-    if name == "add" and isinstance(first, Node) and isinstance(second, Node) and not node.kwargs:
-        if _product_before(second, token):
-            first, second = second, first
-        if _product_before(second, token):
-            raise NotUnderstood("what is added to the scores depends on queries or keys, too")
-        scores.added.append((second, node, scores.factor))
-        return first
-    if name == "masked_fill":
-        _check_hidden(args[2] if len(args) > 2 else node.kwargs.get("value"), scores)
-        scores.hidden.append((second, node, True))  # type: ignore[arg-type]
-        return first
-    if name == "where" and len(args) == 3:
-        hides = not _product_before(args[1], token)
-        kept, constant = (args[2], args[1]) if hides else (args[1], args[2])
-        _check_hidden(constant, scores)
-        scores.hidden.append((first, node, hides))  # type: ignore[arg-type]
-        return kept
-    floors = name in ("max", "maximum", "clamp", "clamp_min") and len(args) == 2 and not node.kwargs
-    if floors and _constant(second) <= -1e30:
-        return first
-    raise NotUnderstood(f"{name} is done to the scores")
-
-
-def _check_uncapped(node: Node, scores: _Scores) -> None:
-    if scores.softcap:
-        raise NotUnderstood(f"{op_name(node)} is done to the scores before their soft cap")
-
-
-def _check_hidden(constant: Any, scores: _Scores) -> None:
-    if not _constant(constant) * scores.factor <= HIDDEN or scores.factor <= 0:
-        raise NotUnderstood("hidden scores are not set to a very negative constant")
-
-
-def _constant(value: Any) -> float:
-    """A number, or a 0-d tensor that is made of one; NaN for anything else."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, Node) and op_name(value) in ("tensor", "full") and value_of(value).dim() == 0:
-        number = value.args[1 if op_name(value) == "full" else 0] if value.args else None
-        return _constant(number) if not isinstance(number, Node) else float("nan")
-    if isinstance(value, Node) and op_name(value) in ("to", "float"):
-        return _constant(value.args[0])
-    return float("nan")
 
 
 def _after(softmax: Node, token: Any) -> Node | None:
@@ -227,7 +124,7 @@ def _after(softmax: Node, token: Any) -> Node | None:
         if name in ("matmul", "bmm"):
             return node
         inert = name == "dropout" and (_argument(node, 1, "p") == 0 or _argument(node, 2, "training") is False)
-        if not (name in _CASTS or name in _VIEWS or inert) or not _square(node, token):
+        if not (name in CASTS or name in VIEWS or inert) or not square(node, token):
             return None
 
 
@@ -283,30 +180,3 @@ def _uncast(node: Node, dtype: Any) -> Node:
     if isinstance(source, Node) and value_of(source).dtype == dtype:
         return source
     raise NotUnderstood(f"queries or keys are {value_of(node).dtype}, values {dtype}")
-
-
-def _square(node: Any, token: Any) -> bool:
-    value = value_of(node) if isinstance(node, Node) else None
-    return isinstance(value, Tensor) and value.dim() >= 2 and all(_is_token(s, token) for s in value.shape[-2:])
-
-
-def _is_token(size: Any, token: Any) -> bool:
-    """Whether a size is the token count, in whatever words: a view may call it ``T * T // T``."""
-    expr = expression(size)
-    if expr == token:
-        return True
-    return free_symbols(size) == {token} and all(expr.subs(token, n) == n for n in (1, 2, 3, 7, 64, 1031, 65537))
-
-
-def _product_before(node: Any, token: Any) -> bool:
-    """Whether a node depends on a product of queries and keys through nothing but T x T tensors."""
-    pending, seen = [node], set()
-    while pending:
-        at = pending.pop()
-        if not isinstance(at, Node) or at in seen or not _square(at, token):
-            continue
-        seen.add(at)
-        if op_name(at) in _PRODUCTS and not any(_square(n, token) for n in at.all_input_nodes[-2:]):
-            return True
-        pending += at.all_input_nodes
-    return False
