@@ -17,7 +17,11 @@ _STEADY = {"torch", "transformers", "fullgraph_compile", "inspect"}
 # In the place of a value: it is not known, or may change unseen.
 UNKNOWN = object()
 # In the place of a key.
-ATTRIBUTES, CLASS, BASES, CODE, CLOSURE, DEFAULTS = (object() for _ in range(6))
+ATTRIBUTES, CLASS, BASES = (object() for _ in range(3))
+CODE, CLOSURE, DEFAULTS = _OF_A_FUNCTION = ("__code__", "__closure__", "__defaults__")
+NAME = "__name__"
+# What has a name that may be replaced.
+NAMED = (type, types.FunctionType)
 
 
 def read(value: Any, key: Any) -> Any:
@@ -28,12 +32,10 @@ def read(value: Any, key: Any) -> Any:
         return vars(value) if plain(value) else attributes_of(value) if isinstance(value, type) else UNKNOWN
     if key is BASES:
         return value.__mro__ if isinstance(value, type) else UNKNOWN
-    if key is CODE:
-        return value.__code__ if type(value) is types.FunctionType else UNKNOWN
-    if key is CLOSURE:
-        return value.__closure__ if type(value) is types.FunctionType else UNKNOWN
-    if key is DEFAULTS or (type(value) is types.FunctionType and key == "__defaults__"):
-        return value.__defaults__ if type(value) is types.FunctionType else UNKNOWN
+    if key == NAME and isinstance(value, NAMED):
+        return value.__name__
+    if key in _OF_A_FUNCTION:
+        return getattr(value, key) if type(value) is types.FunctionType else UNKNOWN
     if type(value) is types.CellType:
         return contents_of(value) if key == "cell_contents" else UNKNOWN
     if type(value) in (list, tuple):

@@ -20,6 +20,8 @@ from fullgraph_compile.guarded_values import (
     CODE,
     DEFAULTS,
     DICTS,
+    NAME,
+    NAMED,
     UNKNOWN,
     all_known,
     dict_of,
@@ -98,6 +100,8 @@ class StandingGuards:
         # How each watched dict and module is found: from which found before, by which key; and its type.
         self._ways: list[tuple[int, Any, type]] = []
         self._found: list[Any] = []
+        # Where in that the functions and classes are whose names are guarded.
+        self._named: set[int] = set()
         self._of_classes: set[Any] = set()
         self._kept: set[str] = {root.get_source()}
         # From the root to the node that is looked at; and of each guard that two nodes are one object, where those are
@@ -156,6 +160,7 @@ class StandingGuards:
             [v for v in found if isinstance(v, types.FunctionType)],
             list(dict.fromkeys(classes)),
             [v for v in found if type(v) is types.CellType],
+            [self._found[at] for at in sorted(self._named)],
         )
 
     # -- splitting -----------------------------------------------------------------------------------------------
@@ -199,6 +204,8 @@ class StandingGuards:
                 if question in self._of_classes:
                     continue
                 self._of_classes.add(question)
+            if way == NAME and isinstance(value, NAMED):
+                self._named.add(at)
             kept |= self._keep(child, below, at, way)
         if kept:
             self._kept.add(node.get_source())

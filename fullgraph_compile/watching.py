@@ -33,6 +33,7 @@ class Watch:
         functions: other code in one of these is seen, and other defaults.
         classes: an attribute of one of these that was added, removed or replaced is seen, and other bases.
         cells: other contents of one of these, which functions close over, are seen.
+        named: another name of one of these functions and classes is seen.
 
     Raises:
         ValueError: an object keeps its ``__dict__`` elsewhere than others do.
@@ -46,13 +47,18 @@ class Watch:
         functions: Iterable[Any] = (),
         classes: Iterable[type] = (),
         cells: Iterable[Any] = (),
+        named: Iterable[Any] = (),
     ) -> None:
-        objects, functions, classes, cells = list(objects), list(functions), list(classes), list(cells)
+        objects, functions, classes = list(objects), list(functions), list(classes)
+        cells, named = list(cells), list(named)
         # Each with what it has now.
         self._code = functions, list(map(_code_of, functions))
         self._defaults = functions, list(map(_defaults_of, functions))
         self._bases = classes, list(map(_bases_of, classes))
         self._contents = cells, list(map(contents_of, cells))
+        # Without a step in Python for each, unless one holds nothing.
+        self._content_of = contents_of if any(c is _EMPTY for c in self._contents[1]) else _filled_of
+        self._names = named, list(map(_name_of, named))
         compared = list(compared)
         self._lists = [(c, list(c)) for c in compared if isinstance(c, list)]
         self._dicts = [(c, list(c), list(c.values())) for c in compared if isinstance(c, dict)]
@@ -70,12 +76,15 @@ class Watch:
 
     def same(self) -> bool:
         """Whether nothing has changed."""
-        for read, (owners, then) in (
-            (_code_of, self._code), (_defaults_of, self._defaults), (_bases_of, self._bases),
-            (contents_of, self._contents),
-        ):  # fmt: skip
-            if not all(map(operator.is_, map(read, owners), then)):
-                return False
+        try:
+            for read, (owners, then) in (
+                (_code_of, self._code), (_defaults_of, self._defaults), (_bases_of, self._bases),
+                (self._content_of, self._contents), (_name_of, self._names),
+            ):  # fmt: skip
+                if not all(map(operator.is_, map(read, owners), then)):
+                    return False
+        except ValueError:  # a cell was emptied
+            return False
         for items, before in self._lists:
             if len(items) != len(before) or not all(map(operator.is_, items, before)):
                 return False
@@ -97,6 +106,8 @@ class Watch:
 _code_of = operator.attrgetter("__code__")
 _defaults_of = operator.attrgetter("__defaults__")
 _bases_of = operator.attrgetter("__mro__")
+_name_of = operator.attrgetter("__name__")
+_filled_of = operator.attrgetter("cell_contents")
 _EMPTY = object()
 
 

@@ -120,6 +120,19 @@ def test_other_defaults_of_a_function_are_seen() -> None:
     assert not watched.same()
 
 
+def test_other_names_are_seen() -> None:
+    def function() -> None: ...
+
+    kind = type("Kind", (), {})
+    watched = Watch([], named=[function, kind])
+    assert watched.same() and watched.same()
+    for named in (function, kind):
+        before, named.__name__ = named.__name__, "other"
+        assert not watched.same()
+        named.__name__ = before
+        assert watched.same()
+
+
 def test_other_contents_of_a_cell_are_seen() -> None:
     number = 1
 
@@ -135,6 +148,10 @@ def test_other_contents_of_a_cell_are_seen() -> None:
     assert watched.same()
     del cell.cell_contents
     assert not watched.same()
+    empty = Watch([], cells=[cell])
+    assert empty.same()
+    cell.cell_contents = 1
+    assert not empty.same()
 
 
 def test_nothing_to_watch_does_not_change() -> None:

@@ -71,6 +71,7 @@ class Reader(nn.Module):
         x = x * self.settings.numbers[1] * self.settings.deep["number"]
         x = self.function(x * self.listed[0] * self.pair[1] * self.named["a"])
         x = -x if self.flag else x
+        x = x + len(Settings.__name__) + len(scaled.__name__)
         return x + len(self.listed) + hasattr(self, "extra")
 
 
@@ -167,6 +168,9 @@ def test_a_change_outside_of_the_module_is_followed(monkeypatch: pytest.MonkeyPa
         "a property of an object's class": lambda: monkeypatch.setattr(Settings, "called", property(lambda self: 5.0)),
         "the code of a function": lambda: setattr(scaled, "__code__", negative.__code__),
         "the code back": lambda: setattr(scaled, "__code__", code),
+        "the name of a class": lambda: setattr(Settings, "__name__", "S"),
+        "the name back": lambda: setattr(Settings, "__name__", "Settings"),
+        "the name of a function": lambda: monkeypatch.setattr(scaled, "__name__", "s"),
         "what a function closes over": lambda: setattr(held, "cell_contents", 0.6),
         "what it closes over back": lambda: setattr(held, "cell_contents", 1.05),
     }
