@@ -36,7 +36,7 @@ class PrefillBatch:
             default device if it is not the CPU, else a GPU if there is one, else the CPU.
 
     Raises:
-        TypeError: a length or a page is not an integer.
+        TypeError: a length or a page is not an integer; ``cache`` is something else.
         ValueError: a length is negative, there is no request, a prefix is given without a KV cache, or the pages are
             not ones that the cache can serve.
 
@@ -75,6 +75,8 @@ class PrefillBatch:
         if (cache is None) != (pages is None):
             given, missing = ("pages", "cache") if cache is None else ("cache", "pages")
             raise ValueError(f"{given} is given without {missing}; give both, or neither")
+        if cache is not None and not hasattr(cache, "check_pages"):
+            raise TypeError(f"cache is a {type(cache).__name__}, not a PagedKVCache")
         if device is None:
             device = _default_device() if cache is None else cache.device
         self._set(new, cached, torch.device(device))

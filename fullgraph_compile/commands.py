@@ -148,11 +148,17 @@ def read_lengths(path: str) -> tuple[tuple[int, float], ...]:
     """
     text = Path(path).read_text()
     try:
-        given = json.loads(text)
-    except json.JSONDecodeError:
-        given = [int(line) for line in text.split()]
-    if isinstance(given, dict):
-        given = {int(tokens): weight for tokens, weight in given.items()}
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError:
+            given = [int(line) for line in text.split()]
+        if isinstance(given, dict):
+            given = {int(tokens): weight for tokens, weight in given.items()}
+    except ValueError as error:
+        raise ValueError(
+            f"--lengths {path}: {error}; the file must hold a JSON list of token counts, a JSON object of token counts "
+            "to how often each comes, or one count a line"
+        ) from None
     return check_lengths([given] if isinstance(given, int) else given)
 
 

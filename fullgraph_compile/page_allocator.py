@@ -114,6 +114,7 @@ class PageAllocator:
         """Give a request's pages back; a shared one stays in use until its other lists are freed.
 
         Raises:
+            TypeError: ``pages`` is no list, or a page is not an integer.
             ValueError: a page is not in use (freed before, or never handed out), not a page, or listed twice; then
                 no page is freed.
         """
@@ -201,6 +202,8 @@ class PageAllocator:
                 )
 
     def _check_range(self, name: str, pages: Sequence[int]) -> None:
+        if isinstance(pages, (str, bytes)) or not hasattr(pages, "__len__"):
+            raise TypeError(f"{name}={pages!r} must be a list of page ids")
         if not set(map(type, pages)) <= {int}:
             for page in pages:
                 as_integer(f"{name}: page", page)

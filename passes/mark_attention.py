@@ -62,6 +62,9 @@ def mark_attention(gm: GraphModule, token: Any) -> Marked:
     agreed: tuple[str, str | None] | None = None
     told: tuple[str, str | None]
     for node in list(gm.graph.nodes):
+        if node.target is _FLEX:
+            refusals.append(refusal(node, "what the score and mask functions of flex_attention compute is not read"))
+            continue
         written_out = is_attention(node, token)
         if node.target not in SDPA and node.target not in _OWN and not written_out:
             continue
@@ -96,6 +99,7 @@ def mark_attention(gm: GraphModule, token: Any) -> Marked:
     return Marked(gm, tuple(sites), tuple(refusals), requests, positions)
 
 
+_FLEX = torch.ops.higher_order.flex_attention
 _OWN = frozenset({attention, torch.ops.full_prefill.attention})
 
 

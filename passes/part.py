@@ -99,6 +99,8 @@ def _check_input(node: Node) -> None:
 
 def _storage(node: Node) -> int | None:
     value = value_of(node)
+    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)  # it has no storage of its own
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
