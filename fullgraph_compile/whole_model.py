@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,10 @@ from fullgraph_compile.own_forward import call_forward, forward_of_class, kept_f
 
 if TYPE_CHECKING:
     from fullgraph_compile.compiled_body import CompiledBody
+
+
+# What the loss of the call that is made compares with; the body is not given it.
+given_labels: ContextVar[Any] = ContextVar("given_labels", default=None)
 
 
 class WholeModel:
@@ -33,6 +38,7 @@ class WholeModel:
         self.body = body
         self._own = kept_forward(module)
         self.__signature__ = inspect.signature(module.forward)
+        self._names = list(self.__signature__.parameters)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return forward_of_class, (self.module(),)
@@ -47,7 +53,17 @@ class WholeModel:
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or disabled():
             return call_forward(self.module(), self._own, args, kwargs)
         before = self.body.calls
-        result = self.forward(*args, **kwargs)
+        labels = kwargs.get("labels")
+        if labels is None and len(args) > 1:
+            labels = dict(zip(self._names, args, strict=False)).get("labels")
+        if labels is None:
+            result = self.forward(*args, **kwargs)
+        else:
+            token = given_labels.set(labels)
+            try:
+                result = self.forward(*args, **kwargs)
+            finally:
+                given_labels.reset(token)
         if self.body.calls == before:
             self.body.passed_by()
         return result

@@ -30,6 +30,7 @@ class Facts:
         pooler: what makes ``pooler_output`` of padded hidden states; None = it has none, or one that is not known.
         padding: the id that pads, by the rule "ids"; -1 where that is not the rule.
         paddings: what was in the ``padding_places`` of the model, by that rule.
+        causal: whether a token's hidden state ignores the tokens after it.
     """
 
     output: type[Any]
@@ -39,6 +40,7 @@ class Facts:
     pooler: Callable[[nn.Module, Tensor], Tensor] | None
     padding: int = -1
     paddings: tuple[Any, ...] = ()
+    causal: bool = False
 
 
 def learn(module: nn.Module, forward: Callable[..., Any], names: list[str], lead: str, sample: Tensor) -> Facts:
@@ -72,7 +74,23 @@ def learn(module: nn.Module, forward: Callable[..., Any], names: list[str], lead
     made = None if cache is None else type(cache)
     restarts = _restarts(forward, names, lead, small_tokens(module, lead, sample, 2 * REAL))
     read = paddings if positions == "ids" else ()
-    return Facts(type(out), positions, restarts, made, _pooler(module, out), padding, read)
+    causal = _says_causal(module) or _is_causal(forward, names, lead, tokens, hidden)
+    return Facts(type(out), positions, restarts, made, _pooler(module, out), padding, read, causal)
+
+
+def _says_causal(module: nn.Module) -> bool:
+    decodes = bool(getattr(module.config, "is_decoder", False))
+    return decodes or any(getattr(m, "is_causal", False) for m in module.modules())
+
+
+def _is_causal(forward: Callable[..., Any], names: list[str], lead: str, tokens: Tensor, hidden: Tensor) -> bool:
+    """Whether the rows before the last are the same, to the bit, where the last token is another."""
+    others = [t for t in tokens.unbind(1) if not torch.equal(t, tokens[:, -1])]
+    if not others:
+        return False
+    changed = torch.cat([tokens[:, :-1], others[0][:, None]], dim=1)
+    got = leading(forward(**{lead: changed}, **({"use_cache": False} if "use_cache" in names else {})))
+    return torch.equal(got[:, :-1], hidden[:, :-1])
 
 
 def _restarts(forward: Callable[..., Any], names: list[str], lead: str, tokens: Tensor) -> bool:

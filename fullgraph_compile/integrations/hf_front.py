@@ -10,16 +10,22 @@ from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations import hf_cache
 from fullgraph_compile.integrations.hf_back import Back
+from fullgraph_compile.integrations.hf_facts import padding_id
 from fullgraph_compile.integrations.hf_positions import as_padded, packed_positions
 from fullgraph_compile.integrations.hf_spans import spans_and_batch
 from fullgraph_compile.integrations.packing import Packing
 from fullgraph_compile.integrations.plain import AsGiven, Bound, NotServed
+from fullgraph_compile.integrations.read_padding import check_labels, check_last_token, real_positions
+from fullgraph_compile.whole_model import given_labels
 
 if TYPE_CHECKING:
     from fullgraph_compile.integrations.transformers import TransformersModule
 
 # What a model takes and a prefill has no use for: where in the cache the tokens go.
 _IGNORED = ("cache_position",)
+# What a head passes on to its body with all else that it does not name, and only its loss reads: ``Trainer.evaluate``
+# gives the first with every batch.
+_OF_THE_LOSS = frozenset({"num_items_in_batch", "ignore_index", "shift_labels"})
 # Arguments that are looked at here, where None is nothing.
 _READ = frozenset({"input_ids", "inputs_embeds", "position_ids", "use_cache", "return_dict", "labels", *hf_cache.NAMES})
 
@@ -39,7 +45,8 @@ class Reading:
 
     def __init__(self, front: TransformersModule, given: dict[str, Any]) -> None:
         self.front = front
-        call = {k: v for k, v in given.items() if not (k in _IGNORED or (v is None and _nothing(k, front)))}
+        ignored = (*_IGNORED, *_OF_THE_LOSS.difference(front.names))
+        call = {k: v for k, v in given.items() if not (k in ignored or (v is None and _nothing(k, front)))}
         dicts = getattr(front.module.config, "return_dict", True)
         if "return_dict" in given and given["return_dict"] is None and not dicts:
             raise NotServed(Reason.ARGUMENTS, "return_dict is None, and False in the config")
@@ -105,7 +112,7 @@ class Reading:
         several = active.new_tokens if rows == 1 and active is not None and active.requests > 1 else ()
         if several and active is not None:
             front.check_requests(active)
-        self._check_padding(packing)
+        reads += self._check_padding(packing, given)
         call = self.constants.copy()
         for name in self.tensors:
             call[name] = given[name] if packing.trivial else _packed(name, given[name], packing)
@@ -138,15 +145,39 @@ class Reading:
             raise NotServed(Reason.ARGUMENTS, f"use_cache is on, and {self.front.name} makes a {made.__name__}")
         return cache
 
-    def _check_padding(self, packing: Packing) -> None:
-        """Raise ``NotServed`` if the model makes something else of padding than a packed call can."""
+    def _check_padding(self, packing: Packing, given: dict[str, Any]) -> int:
+        """How often the device was read.
+
+        Raises:
+            NotServed: the model makes something else of padding than a packed call can.
+        """
         front = self.front
+        if packing.dense:
+            return 0
         if packing.spans.left and front.reads_first_column:
             raise NotServed(Reason.MASK, f"left padding, and {front.name} pools the first column, which is padding")
-        if not (packing.dense or self.decoder_mask) and "decoder_input_ids" in front.names:
+        if not self.decoder_mask and "decoder_input_ids" in front.names:
             raise NotServed(
                 Reason.MASK, "attention_mask without decoder_attention_mask: the decoder has no padding there"
             )
+        if front.compares_columns:
+            raise NotServed(Reason.MASK, f"padding, and {front.name} compares all columns, those that are padding too")
+        return self._check_read_padding(packing, given)
+
+    def _check_read_padding(self, packing: Packing, given: dict[str, Any]) -> int:
+        front, tokens = self.front, given[self.lead]
+        shifted = given.get("shift_labels")
+        labels = given_labels.get() if shifted is None else shifted
+        a_loss = isinstance(labels, Tensor) and labels.shape == tokens.shape[:2]
+        if not (a_loss or front.reads_last_token):
+            return 0
+        real = real_positions(given.get("attention_mask"), packing.spans.lengths, packing.columns, tokens.device)
+        if front.reads_last_token:
+            check_last_token(front.name, padding_id(front.module), tokens, real)
+        if a_loss:
+            shifts = shifted is None and front.shifts_labels
+            check_labels(labels, shifts, given.get("ignore_index", -100), real)
+        return 0 if tokens.device.type == "cpu" else a_loss + front.reads_last_token
 
 
 def _nothing(name: str, front: TransformersModule) -> bool:

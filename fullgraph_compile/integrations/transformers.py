@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fullgraph_compile.batch import PrefillBatch, no_active_batch
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.graphs.streams import aside
-from fullgraph_compile.integrations import hf_facts, hf_masks
+from fullgraph_compile.integrations import hf_facts, hf_heads, hf_masks
 from fullgraph_compile.integrations.hf_attention import ATTENTION, Watching, attention_function
 from fullgraph_compile.integrations.hf_checks import Checks
 from fullgraph_compile.integrations.hf_facts import REAL, Facts
@@ -44,6 +44,8 @@ class TransformersModule(PlainModule):
             attends by code of its own: it is left as it is, and found in the traced graph.
         facts: what the model means by a call; None before the first one.
         outputs: makes objects of the classes of its outputs.
+        compares_columns: whether what is on top of the hidden states compares the columns of a padded batch.
+        shifts_labels: whether a label may be that of the position before it.
     """
 
     op_attention = switches = True
@@ -61,9 +63,10 @@ class TransformersModule(PlainModule):
         # Arguments of which None says no more than that they are not given.
         self.optional = frozenset(name for name, p in parameters.items() if p.default is None)
         self.facts: Facts | None = None
-        self._rows_stay = whole is module or _keeps_rows(whole)
-        self._whole_pools = whole is not module and any(part in self.name for part in _POOLING)
-        self._causal = _is_causal(module)
+        self._rows_stay = whole is module or hf_heads.keeps_rows(whole)
+        self._whole_pools = whole is not module and hf_heads.pools(self.name)
+        self.compares_columns = whole is not module and hf_heads.compares_columns(self.name)
+        self.shifts_labels = hf_heads.shifts_labels(self.name)
         self._configs = _configs(module)
         self._checks = Checks(self)
         self._paddings: list[tuple[dict[str, Any], str]] = []
@@ -142,7 +145,6 @@ class TransformersModule(PlainModule):
             self._rules.clear()
             self._refused.clear()
             self.outputs = Outputs()
-            self._causal = _is_causal(self.module)
             self._configs = _configs(self.module)
 
     # -- what the model means --------------------------------------------------------------------------------------
@@ -161,8 +163,15 @@ class TransformersModule(PlainModule):
     @property
     def reads_first_column(self) -> bool:
         """Whether something on top of the hidden states reads the first column of a padded batch."""
-        pools = self.facts is not None and self.facts.pooler is not None
-        return (pools or self._whole_pools) and not self._causal
+        if self.facts is None or self.facts.causal:
+            return False
+        return self.facts.pooler is not None or self._whole_pools
+
+    @property
+    def reads_last_token(self) -> bool:
+        """Whether something on top of the hidden states reads one row of each request: the last that is no padding,
+        which it tells by ids, or the last column."""
+        return self._whole_pools and self.facts is not None and self.facts.causal
 
     @property
     def keeps_rows(self) -> bool:
@@ -271,27 +280,6 @@ class TransformersModule(PlainModule):
         strict: bool = True,
     ) -> bool:
         return self._checks.check_trace(call, traced, lengths, strict=strict)
-
-
-# Heads of two-sided models that read one row of each request, by the class's name.
-_POOLING = ("SequenceClassification", "MultipleChoice", "NextSentence", "ForPreTraining")
-# Heads that work row by row beside those that make logits of a vocabulary, by the class's name.
-_ROW_BY_ROW = ("ForTokenClassification", "ForQuestionAnswering", "ForQuestionAnsweringSimple")
-
-
-def _keeps_rows(whole: nn.Module) -> bool:
-    while (base := getattr(whole, "get_base_model", None)) is not None and base() is not whole:
-        whole = base()
-    kind = type(whole)
-    if not kind.__module__.startswith("transformers."):
-        return False
-    head = getattr(whole, "get_output_embeddings", lambda: None)()
-    return head is not None or kind.__name__.endswith((*_ROW_BY_ROW, "Model"))
-
-
-def _is_causal(module: nn.Module) -> bool:
-    decodes = bool(getattr(module.config, "is_decoder", False))
-    return decodes or any(getattr(m, "is_causal", False) for m in module.modules())
 
 
 def _configs(module: nn.Module) -> list[dict[str, Any]]:
