@@ -47,6 +47,7 @@ class CapturedGraph:
         detail: what blocks the graph, for the report.
         serves: whether the trace is for a token count, by the guards that tracing put on it.
         serves_one: whether it may be for a single token too, which no branch of the model leaves out.
+        other_branch: whether the model's code takes another branch for a token count; None = it does not ask for it.
         tail_mixes: ops of the tail that are not row by row, in words.
         tail_alone: where the tail puts rows together: how it is run for each request of a batch alone; else it runs on
             the rows of all requests at once.
@@ -63,6 +64,7 @@ class CapturedGraph:
         detail: str = "",
         serves: Callable[[int], bool] = lambda tokens: True,
         serves_one: bool = False,
+        other_branch: Callable[[int], bool] | None = None,
         tail_mixes: str = "",
         tail_alone: Alone | None = None,
         strict: bool = False,
@@ -70,6 +72,7 @@ class CapturedGraph:
         self.tail_alone = tail_alone
         self.serves = serves
         self.serves_one = serves_one
+        self.other_branch = other_branch
         self.tail_mixes = tail_mixes
         # What runs where the weights are not of the traced form any more; None raises WeightsChanged instead.
         self.as_traced: PlainGraph | None = None
@@ -102,6 +105,8 @@ class CapturedGraph:
                 f"{batch!r} has cached tokens, but the body cannot go on after them: {self.report.proof}; if it makes "
                 "positions of its own, give position_ids=batch.position_ids[None]"
             )
+        if self.other_branch is not None and batch.requests > 1:
+            self._check_branches(batch, self.other_branch)
         with runner.lock:
             decision = runner.decide(batch)
             if self.strict and decision.route is not Route.GRAPH:
@@ -158,6 +163,16 @@ class CapturedGraph:
     def release(self) -> None:
         """Free the graphs."""
         self.runner.release()
+
+    def _check_branches(self, batch: PrefillBatch, other: Callable[[int], bool]) -> None:
+        """Raise ``RequestsMeet`` where the model would compute something else for a request alone."""
+        for new in filter(other, batch.new_tokens):
+            raise RequestsMeet(
+                self.report.name,
+                batch,
+                f"the model's code asks for the token count, and takes another branch for {new} tokens than for the "
+                f"{batch.tokens} of the call",
+            )
 
     def _one_by_one(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
         """Each request in a call of its own, for a body whose rows tell requests apart only that way."""

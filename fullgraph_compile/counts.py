@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import sympy
 import torch
@@ -42,6 +43,33 @@ def _by_an_op(where: str) -> bool:
     return "run_node" in where or ("(" in where and "(_dynamo/" not in where)
 
 
+def other_branch(gm: GraphModule, token: sympy.Symbol) -> Callable[[int], bool] | None:
+    """Whether the model's code, which asks for the token count, takes another branch for a count than it did in the
+    trace; None if it does not ask.
+
+    A question about a single token alone is left out: models ask it to attend in a simpler way that gives the same.
+    """
+    conditions = [c for c, where in _conditions(gm, token) if not _by_an_op(where)]
+    if not conditions:
+        return None
+
+    @cache
+    def other(tokens: int) -> bool:
+        broken = [c for c in conditions if c.subs(token, tokens) == sympy.false]
+        return any(tokens > 1 or c.subs(token, 2) == sympy.false for c in broken)
+
+    return other
+
+
+def _conditions(gm: GraphModule, token: sympy.Symbol) -> list[tuple[sympy.Basic, str]]:
+    """Dynamo's guards on the token count alone, and where each was made."""
+    sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
+    env = sizes[0].node.shape_env if sizes else None
+    if env is None or free_unbacked_symbols(sizes[0]):
+        return []
+    return [(g.expr, str(getattr(g, "sloc", ""))) for g in env.guards if g.expr.free_symbols == {token}]
+
+
 def guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool], int | None, bool]:
     """What Dynamo's guards on a backed token count say.
 
@@ -54,7 +82,7 @@ def guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool],
     if env is None or free_unbacked_symbols(sizes[0]):
         return (lambda tokens: True), None, False
     known: dict[int, bool] = {}
-    conditions = [(g.expr, str(getattr(g, "sloc", ""))) for g in env.guards if g.expr.free_symbols == {token}]
+    conditions = _conditions(gm, token)
 
     def serves(tokens: int) -> bool:
         if tokens not in known:

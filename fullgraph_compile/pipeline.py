@@ -25,7 +25,7 @@ from fullgraph_compile.assembly import (
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.capture import Inputs
 from fullgraph_compile.captured import Alone, CapturedGraph
-from fullgraph_compile.counts import buckets_of, guards
+from fullgraph_compile.counts import buckets_of, guards, other_branch
 from fullgraph_compile.dispatch import Decision, Limits, Reason, decide
 from fullgraph_compile.fitting import Fitting
 from fullgraph_compile.fixed_size import build_static
@@ -171,6 +171,7 @@ def _build_symbolic(
         detail=detail,
         serves=serves,
         serves_one=layouts,
+        other_branch=other_branch(gm, token),
         tail_mixes="" if blocked else some_of(proof.refusals),
         tail_alone=None if blocked else _tail_alone(marked.gm, proof, split, token),
         strict=options.strict,
