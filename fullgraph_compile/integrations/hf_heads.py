@@ -12,19 +12,25 @@ _ROW_BY_ROW = ("ForTokenClassification", "ForQuestionAnswering", "ForQuestionAns
 _LABELS_IN_PLACE = ("TokenClassification", "MaskedLM", "ForPreTraining")
 
 
-def pools(name: str) -> bool:
-    """Whether such a head reads one row of each request."""
-    return any(part in name for part in _POOLING)
+def names_above(whole: nn.Module, body: nn.Module) -> tuple[str, ...]:
+    """The classes of the modules that the body is a part of: a head may be wrapped once more, by an adapter's model or
+    by sentence-transformers."""
+    return tuple(type(m).__name__ for m in whole.modules() if m is not body and any(x is body for x in m.modules()))
 
 
-def compares_columns(name: str) -> bool:
-    """Whether such a head, or whoever reads its logits, compares all columns of a padded batch with each other."""
-    return "QuestionAnswering" in name
+def pools(names: tuple[str, ...]) -> bool:
+    """Whether one of such heads reads one row of each request."""
+    return any(part in name for name in names for part in _POOLING)
 
 
-def shifts_labels(name: str) -> bool:
+def compares_columns(names: tuple[str, ...]) -> bool:
+    """Whether one of such heads, or whoever reads its logits, compares all columns of a padded batch."""
+    return any("QuestionAnswering" in name for name in names)
+
+
+def shifts_labels(names: tuple[str, ...]) -> bool:
     """Whether a label may be that of the position before it."""
-    return not any(part in name for part in _LABELS_IN_PLACE)
+    return not any(part in name for name in names for part in _LABELS_IN_PLACE)
 
 
 def keeps_rows(whole: nn.Module) -> bool:

@@ -64,9 +64,10 @@ class TransformersModule(PlainModule):
         self.optional = frozenset(name for name, p in parameters.items() if p.default is None)
         self.facts: Facts | None = None
         self._rows_stay = whole is module or hf_heads.keeps_rows(whole)
-        self._whole_pools = whole is not module and hf_heads.pools(self.name)
-        self.compares_columns = whole is not module and hf_heads.compares_columns(self.name)
-        self.shifts_labels = hf_heads.shifts_labels(self.name)
+        heads = hf_heads.names_above(whole, module)
+        self._whole_pools = hf_heads.pools(heads)
+        self.compares_columns = hf_heads.compares_columns(heads)
+        self.shifts_labels = hf_heads.shifts_labels(heads)
         self._configs = _configs(module)
         self._checks = Checks(self)
         self._paddings: list[tuple[dict[str, Any], str]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
-from tests.transformers_models.whole import PAD, call, close, fallbacks, padded, pair, replays
+from tests.transformers_models.whole import OPTIONS, PAD, call, close, fallbacks, padded, pair, replays, tiny
 
 
 def with_embeddings(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,3 +78,19 @@ def test_a_decoder_that_says_nowhere_that_it_is_causal_may_be_padded_on_the_left
         close(call(model, **inputs).logits, call(eager, **inputs).logits)
     assert not fallbacks(model)
     assert replays(model) == 2
+
+
+@pytest.mark.parametrize(("name", "side"), [("Roberta", "left"), ("Llama", "right")])
+def test_a_head_that_is_wrapped_once_more_is_still_that_head(name: str, side: str) -> None:
+    peft = pytest.importorskip("peft")
+    # No kind of task is given, so the wrapper's class does not name the head's.
+    adapter = peft.LoraConfig(target_modules=["q_proj", "query"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(tiny(name, "ForSequenceClassification"), adapter).eval()
+    assert type(model).__name__ == "PeftModel"
+    eager = copy.deepcopy(model)
+    fgc.compile(model, **OPTIONS)
+    inputs = padded([3, 9, 6], side)
+    if name == "Llama":
+        inputs = with_embeddings(eager, inputs)
+    close(call(model, **inputs).logits, call(eager, **inputs).logits)
+    assert fallbacks(model) == {Reason.MASK: 1}
