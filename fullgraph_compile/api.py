@@ -13,7 +13,7 @@ from fullgraph_compile.batch_of_call import check_batch
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.compiled_body import CompiledBody, compiled_body
 from fullgraph_compile.dispatch import Decision, Reason, Route
-from fullgraph_compile.integrations.plain import packed_dim
+from fullgraph_compile.integrations.plain import NotServed, packed_dim
 from fullgraph_compile.integrations.transformers import is_transformers
 from fullgraph_compile.options import disabled
 from fullgraph_compile.plain_graph import PlainGraph
@@ -44,6 +44,7 @@ def explain(body: Any, *args: Any, **kwargs: Any) -> str:
 
 def decision(body: Any, *args: Any, **kwargs: Any) -> Decision:
     """Route, bucket and reason of one call, without running it."""
+    _module_of(body)
     compiled = _compiled_body(body)
     if compiled is not None:
         return compiled.explain(*_arguments_of_body(compiled, unwrap(body), args, kwargs))
@@ -52,7 +53,10 @@ def decision(body: Any, *args: Any, **kwargs: Any) -> Decision:
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
     if not tensors:
         raise TypeError("explain() takes the arguments of the call; none of these is a tensor")
-    tokens = tensors[0].shape[packed_dim("the first argument", tensors[0])]
+    try:
+        tokens = tensors[0].shape[packed_dim("the first argument", tensors[0])]
+    except NotServed as refusal:
+        return Decision(Route.COMPILED, None, refusal.reason)
     batch = active_batch()
     if batch is not None:
         check_batch(batch, tokens, tensors[0].device)
@@ -95,8 +99,7 @@ def warmup(body: Any, *args: Any, **kwargs: Any) -> Report:
         TypeError: an example call is needed and none was given.
         ValueError: nothing of the module was compiled.
     """
-    module = unwrap(body)
-    assert module is not None
+    module = _module_of(body)
     result = _warmed_up(body, module, args, kwargs)
     if not compiled_for(module) and not disabled():
         raise ValueError(
@@ -147,7 +150,7 @@ def _uncounted(body: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def release(body: Any) -> None:
     """Free the graphs and their memory; the next call that fits captures again, without compiling."""
-    for compiled in compiled_for(unwrap(body)):
+    for compiled in compiled_for(_module_of(body)):
         if isinstance(compiled, (CompiledBody, CapturedGraph, StaticGraph)):
             compiled.release()
 
@@ -158,6 +161,14 @@ def close(body: Any) -> None:
     compiled = _compiled_body(body)
     if compiled is not None:
         compiled.close()
+
+
+def _module_of(body: Any) -> torch.nn.Module:
+    """The module; all of them, which None stands for in a report, are none."""
+    module = unwrap(body)
+    if module is None:
+        raise TypeError("None is not a compiled module; give what fullgraph_compile.compile or torch.compile returned")
+    return module
 
 
 def _compiled_body(body: Any) -> CompiledBody | None:

@@ -36,3 +36,17 @@ def test_a_file_of_lengths_that_cannot_be_read_is_named_with_what_is_valid(text:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"--lengths .*lengths\.txt: .*one count a line"):
         read_lengths(str(path))
+
+
+@pytest.mark.parametrize("act", [fgc.release, fgc.close, fgc.warmup, fgc.explain, fgc.decision])
+def test_none_is_no_body_where_something_is_done_to_one(act: Any) -> None:
+    with pytest.raises(TypeError, match="None is not a compiled module"):
+        act(None)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 5, 32), (1, 5, 4, 8)])
+def test_explain_gives_the_reason_for_a_batch_dim_in_a_plain_torch_compile(shape: tuple[int, ...]) -> None:
+    body = torch.compile(torch.nn.Linear(8, 8).requires_grad_(False), backend="full_prefill")
+    call = torch.zeros(shape, dtype=torch.float32 if len(shape) > 2 else torch.int64)
+    assert fgc.decision(body, call).reason is fgc.Reason.BATCHED
+    assert "a batch dim above 1" in fgc.explain(body, call)
