@@ -17,8 +17,8 @@ from fullgraph_compile.batch_of_call import check_batch
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule
 from fullgraph_compile.interposed import interposed
+from fullgraph_compile.numbers_of_calls import is_number
 from fullgraph_compile.refusals import Refusals
-from fullgraph_compile.variant import is_number
 
 # Parameters that may be given without their names.
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

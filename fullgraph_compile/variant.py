@@ -18,6 +18,7 @@ from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.class_functions import ClassFunctions
 from fullgraph_compile.integrations.plain import PlainModule
+from fullgraph_compile.numbers_of_calls import number_of
 from fullgraph_compile.report import log
 from fullgraph_compile.results import Result
 from fullgraph_compile.standing_guards import StandingGuards
@@ -89,7 +90,7 @@ class Variant:
     _pause: int = 0
 
     def __post_init__(self) -> None:
-        self._numbers = {k: _number(v) for k, v in self.sample.items() if _number(v) is not None}
+        self._numbers = {k: number_of(v) for k, v in self.sample.items() if number_of(v) is not None}
 
     # -- learning ------------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class Variant:
     def accepts(self, call: dict[str, Any]) -> bool:
         """Whether the trace is for the numbers that the call gives: the same as in the traced call, or unused."""
         numbers = {k: call[k] for k in self._numbers}
-        known = tuple(map(_number, numbers.values()))
+        known = tuple(map(number_of, numbers.values()))
         if known not in self.numbers:
             if len(self.numbers) >= self.MOST_NUMBERS:
                 self.numbers.clear()
@@ -294,11 +295,6 @@ class Variant:
         return entries[0] if len(entries) == 1 else None
 
 
-def is_number(value: Any) -> bool:
-    """A number whose value a trace may or may not depend on."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
@@ -309,14 +305,3 @@ def _weights(module: nn.Module) -> Iterator[tuple[Owner, Tensor]]:
             for name, tensor in slots.items():
                 if tensor is not None:
                     yield Owner(slots, name), tensor
-
-
-# Dynamo takes ``item()`` of these for a number that it may guard on.
-_ITEMS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.float64})
-
-
-def _number(value: Any) -> Any:
-    """The number that an argument is, or holds where a trace may be for that value alone; None if there is none."""
-    if isinstance(value, Tensor):
-        return value.item() if value.dim() == 0 and value.dtype in _ITEMS and value.device.type == "cpu" else None
-    return value if is_number(value) else None
