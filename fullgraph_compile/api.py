@@ -47,7 +47,11 @@ def decision(body: Any, *args: Any, **kwargs: Any) -> Decision:
     _module_of(body)
     compiled = _compiled_body(body)
     if compiled is not None:
-        return compiled.explain(*_arguments_of_body(compiled, unwrap(body), args, kwargs))
+        whole = unwrap(body)
+        places, names = _arguments_of_body(compiled, whole, args, kwargs)
+        if compiled.whole is not None and whole is compiled.whole.module():
+            return compiled.whole.explain(args, kwargs, names)
+        return compiled.explain(places, names)
     if disabled():
         return Decision(Route.EAGER, None, Reason.DISABLED)
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,20 @@ from fullgraph_compile.own_forward import call_forward, forward_of_class, kept_f
 
 if TYPE_CHECKING:
     from fullgraph_compile.compiled_body import CompiledBody
+    from fullgraph_compile.dispatch import Decision
 
 
 # What the loss of the call that is made compares with; the body is not given it.
 given_labels: ContextVar[Any] = ContextVar("given_labels", default=None)
+
+
+@contextmanager
+def _giving(labels: Any) -> Iterator[None]:
+    token = given_labels.set(labels)
+    try:
+        yield
+    finally:
+        given_labels.reset(token)
 
 
 class WholeModel:
@@ -53,20 +64,26 @@ class WholeModel:
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or disabled():
             return call_forward(self.module(), self._own, args, kwargs)
         before = self.body.calls
-        labels = kwargs.get("labels")
-        if labels is None and len(args) > 1:
-            labels = dict(zip(self._names, args, strict=False)).get("labels")
+        labels = self._labels(args, kwargs)
         if labels is None:
             result = self.forward(*args, **kwargs)
         else:
-            token = given_labels.set(labels)
-            try:
+            with _giving(labels):
                 result = self.forward(*args, **kwargs)
-            finally:
-                given_labels.reset(token)
         if self.body.calls == before:
             self.body.passed_by()
         return result
+
+    def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_body: dict[str, Any]) -> Decision:
+        """What would become of a call, of which the body gets ``of_body``."""
+        with _giving(self._labels(args, kwargs)):
+            return self.body.explain((), of_body)
+
+    def _labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        labels = kwargs.get("labels")
+        if labels is None and len(args) > 1:
+            labels = dict(zip(self._names, args, strict=False)).get("labels")
+        return labels
 
     def close(self) -> None:
         """Put the model's own forward back."""

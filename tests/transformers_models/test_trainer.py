@@ -77,6 +77,9 @@ def test_a_loss_that_reads_padding_is_that_of_the_model_itself(side: str, masked
         close(call(model, *args, **given[1]).loss, call(eager, *args, **given[1]).loss)
         assert fallbacks(model) == {Reason.MASK: i + 1}
     assert "the loss reads padding" in fgc.report(model).details[Reason.MASK]
+    with torch.inference_mode():
+        assert fgc.decision(model, **inputs, labels=labels).reason is Reason.MASK
+        assert fgc.decision(model, **inputs).reason is None
     labels[:, :7] = -100
     labels[inputs["attention_mask"] == 0] = -100
     close(call(model, **inputs, labels=labels).loss, call(eager, **inputs, labels=labels).loss)
