@@ -222,10 +222,11 @@ class Tracer:
         variant = Variant(first.graph, traced, body.__code__, marked, unbacked, weakref.ref(module))
         variant.graphs = graphs
         variant.functions = ClassFunctions(module, first.codes)
-        if first.written is not None and put_back(first.written) and not left_something(before):
-            variant.learn(first.args, first.results, result)
+        if not left_something(before):
             variant.lasting = self.holds(variant)
-            variant.direct = variant.direct and variant.lasting
+            # Only Dynamo's own code writes what else the call leaves.
+            if variant.lasting and first.written is not None and put_back(first.written):
+                variant.learn(first.args, first.results, result)
         if variant.direct:
             variant.stand(body.__globals__, self.integration)
             if not self.stands(variant):
