@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from fullgraph_compile.integrations.hf_positions import as_padded, packed_positi
 from fullgraph_compile.integrations.hf_spans import spans_and_batch
 from fullgraph_compile.integrations.packing import Packing
 from fullgraph_compile.integrations.plain import AsGiven, Bound, NotServed
-from fullgraph_compile.integrations.read_padding import check_labels, check_last_token, real_positions
+from fullgraph_compile.integrations.read_padding import ReadPositions, real_positions
 from fullgraph_compile.whole_model import given_labels
 
 if TYPE_CHECKING:
@@ -107,12 +108,19 @@ class Reading:
         device = tokens.device
         positions = as_padded(given.get("position_ids"), rows, columns)
 
-        spans, batch, reads = spans_and_batch(front, rows, columns, mask, positions, active, device)
+        read, on_host, reads = self._read(given), mask, 0
+        on_device = isinstance(mask, Tensor) and mask.device.type != "cpu" and mask.shape == (rows, columns)
+        if read is not None and active is None and on_device:
+            # With the mask, which is read anyway.
+            read, on_host, reads = read.on_host(mask)
+        spans, batch, read_now = spans_and_batch(front, rows, columns, on_host, positions, active, device)
+        reads += read_now
         packing = Packing(spans, device, mask if isinstance(mask, Tensor) else None)
         several = active.new_tokens if rows == 1 and active is not None and active.requests > 1 else ()
         if several and active is not None:
             front.check_requests(active)
-        reads += self._check_padding(packing, given)
+        if not packing.dense:
+            reads += self._check_padding(packing, read, on_host)
         call = self.constants.copy()
         for name in self.tensors:
             call[name] = given[name] if packing.trivial else _packed(name, given[name], packing)
@@ -145,15 +153,36 @@ class Reading:
             raise NotServed(Reason.ARGUMENTS, f"use_cache is on, and {self.front.name} makes a {made.__name__}")
         return cache
 
-    def _check_padding(self, packing: Packing, given: dict[str, Any]) -> int:
+    def _read(self, given: dict[str, Any]) -> ReadPositions | None:
+        """Which positions a head and a loss read, where the call's tensors are."""
+        front, tokens = self.front, given[self.lead]
+        shifted = given.get("shift_labels")
+        labels = given_labels.get() if shifted is None else shifted
+        pools = front.reads_last_token
+        a_loss = isinstance(labels, Tensor) and labels.shape == tokens.shape[:2]
+        if not (pools or a_loss):
+            return None
+        read = ReadPositions(front.name, padding_id(front.module))
+        if pools:
+            if tokens.dim() == 3:
+                read = replace(read, last_column="is given no ids")
+            elif read.padding < 0:
+                read = replace(read, last_column="has no pad_token_id")
+            else:
+                read = replace(read, is_no_padding=tokens != read.padding)
+        if a_loss:
+            ignored = given.get("ignore_index", -100)
+            shifts = shifted is None and front.shifts_labels
+            read = replace(read, counts=labels != ignored, shifted=shifts, ignored=ignored)
+        return read
+
+    def _check_padding(self, packing: Packing, read: ReadPositions | None, mask: Tensor | None) -> int:
         """How often the device was read.
 
         Raises:
             NotServed: the model makes something else of padding than a packed call can.
         """
         front = self.front
-        if packing.dense:
-            return 0
         if packing.spans.left and front.reads_first_column:
             raise NotServed(Reason.MASK, f"left padding, and {front.name} pools the first column, which is padding")
         if not self.decoder_mask and "decoder_input_ids" in front.names:
@@ -162,22 +191,11 @@ class Reading:
             )
         if front.compares_columns:
             raise NotServed(Reason.MASK, f"padding, and {front.name} compares all columns, those that are padding too")
-        return self._check_read_padding(packing, given)
-
-    def _check_read_padding(self, packing: Packing, given: dict[str, Any]) -> int:
-        front, tokens = self.front, given[self.lead]
-        shifted = given.get("shift_labels")
-        labels = given_labels.get() if shifted is None else shifted
-        a_loss = isinstance(labels, Tensor) and labels.shape == tokens.shape[:2]
-        if not (a_loss or front.reads_last_token):
+        if read is None:
             return 0
-        real = real_positions(given.get("attention_mask"), packing.spans.lengths, packing.columns, tokens.device)
-        if front.reads_last_token:
-            check_last_token(front.name, padding_id(front.module), tokens, real)
-        if a_loss:
-            shifts = shifted is None and front.shifts_labels
-            check_labels(labels, shifts, given.get("ignore_index", -100), real)
-        return 0 if tokens.device.type == "cpu" else a_loss + front.reads_last_token
+        read, mask, reads = read.on_host(mask)
+        read.check(real_positions(mask, packing.spans.lengths, packing.columns))
+        return reads
 
 
 def _nothing(name: str, front: TransformersModule) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,53 +12,70 @@ from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.plain import NotServed
 
 
-def real_positions(mask: Tensor | None, lengths: Sequence[int], columns: int, device: torch.device) -> Tensor:
-    """``[B, S]`` bool: where a padded batch has tokens; ``lengths`` counts where there is no mask."""
-    if mask is not None:
-        return mask.to(device) != 0
-    return torch.arange(columns, device=device) < torch.tensor(lengths, device=device)[:, None]
+@dataclass(frozen=True)
+class ReadPositions:
+    """Which positions of a padded batch a head and a loss read.
 
+    A head of transformers on a decoder that pools takes the last column where no id pads, or where it is given no ids,
+    and else the last one whose id does not pad, whatever ``attention_mask`` says.
 
-def check_last_token(name: str, padding: int, tokens: Tensor, real: Tensor) -> None:
-    """Raise ``NotServed`` if a head that reads one row of each request reads one that is padding.
-
-    Such heads of transformers on decoders take the last column where no id pads, or where they are given no ids, and
-    else the last one whose id does not pad, whatever ``attention_mask`` says.
-
-    Args:
-        name: the model's, for the message.
+    Attributes:
+        name: the model's, for messages.
         padding: the id that pads, or -1.
-        tokens: ``[B, S]`` ids, or ``[B, S, width]`` embeddings.
-        real: ``[B, S]`` bool.
-    """
-    if tokens.dim() == 3 or padding < 0:
-        if not bool(real[:, -1].all()):
-            why = "is given no ids" if tokens.dim() == 3 else "has no pad_token_id"
-            raise NotServed(Reason.MASK, f"{name} {why}, so it pools the last column, which is padding")
-        return
-    read = (torch.arange(tokens.shape[1], device=tokens.device) * (tokens != padding)).argmax(-1, keepdim=True)
-    if not bool(real.gather(1, read).all()):
-        raise NotServed(
-            Reason.MASK, f"{name} pools the last id that is not pad_token_id ({padding}), which is padding in some row"
-        )
-
-
-def check_labels(labels: Tensor, shifted: bool, ignored: int, real: Tensor) -> None:
-    """Raise ``NotServed`` if a loss reads a position that is padding.
-
-    Args:
-        labels: ``[B, S]``.
+        last_column: why a head reads the last column; empty = it does not.
+        is_no_padding: ``[B, S]`` bool: ids other than ``padding``, if a head reads the last of them.
+        counts: ``[B, S]`` bool: labels that the loss does not ignore; None = there is no loss.
         shifted: whether a label may be that of the position before it.
         ignored: the label that stands for none.
-        real: ``[B, S]`` bool.
     """
-    counts = labels.to(real.device) != ignored
-    read = counts & ~real
-    if shifted:
-        read[:, 1:] |= counts[:, 1:] & ~real[:, :-1]
-    if bool(read.any()):
-        raise NotServed(
-            Reason.MASK,
-            "the loss reads padding: a label there, or the first token after it, is none of those that are ignored "
-            f"({ignored})",
-        )
+
+    name: str
+    padding: int
+    last_column: str = ""
+    is_no_padding: Tensor | None = None
+    counts: Tensor | None = None
+    shifted: bool = False
+    ignored: int = -100
+
+    def on_host(self, mask: Tensor | None) -> tuple[ReadPositions, Tensor | None, int]:
+        """The same on the host, the mask too, and how often the device was read for it: once at most."""
+        named = {"is_no_padding": self.is_no_padding, "counts": self.counts, "mask": mask}
+        away = {name: t for name, t in named.items() if t is not None and t.device.type != "cpu"}
+        if not away:
+            return self, mask, 0
+        kind = torch.bool if mask is None else mask.dtype
+        here = dict(zip(away, torch.stack([t.to(kind) for t in away.values()]).cpu(), strict=True))
+        mask = here.pop("mask", mask)
+        return replace(self, **{name: flag != 0 for name, flag in here.items()}), mask, 1
+
+    def check(self, real: Tensor) -> None:
+        """Raise ``NotServed`` if one of them is padding.
+
+        Args:
+            real: ``[B, S]`` bool: where there are tokens; on the host, as this is.
+        """
+        if self.last_column and not bool(real[:, -1].all()):
+            why = f"{self.name} {self.last_column}, so it pools the last column, which is padding"
+            raise NotServed(Reason.MASK, why)
+        if self.is_no_padding is not None:
+            last = (torch.arange(real.shape[1]) * self.is_no_padding).argmax(-1, keepdim=True)
+            if not bool(real.gather(1, last).all()):
+                why = f"pools the last id that is not pad_token_id ({self.padding}), which is padding in some row"
+                raise NotServed(Reason.MASK, f"{self.name} {why}")
+        if self.counts is not None:
+            read = self.counts & ~real
+            if self.shifted:
+                read[:, 1:] |= self.counts[:, 1:] & ~real[:, :-1]
+            if bool(read.any()):
+                raise NotServed(
+                    Reason.MASK,
+                    "the loss reads padding: a label there, or the first token after it, is none of those that are "
+                    f"ignored ({self.ignored})",
+                )
+
+
+def real_positions(mask: Tensor | None, lengths: Sequence[int], columns: int) -> Tensor:
+    """``[B, S]`` bool on the host: where a padded batch has tokens; ``lengths`` counts where there is no mask."""
+    if mask is not None:
+        return mask != 0
+    return torch.arange(columns) < torch.tensor(lengths)[:, None]

@@ -7,7 +7,7 @@ import torch
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
-from tests.transformers_models.whole import call, fallbacks, padded, pair, replays, rows_equal, tiny
+from tests.transformers_models.whole import call, close, fallbacks, padded, pair, replays, rows_equal, tiny
 
 BATCHES = [[5], [3, 7], [4, 4, 4], [1, 9, 2, 6], [7, 1, 3, 5, 2]]
 
@@ -147,3 +147,21 @@ def test_a_mask_on_the_device_is_read_once_and_not_at_all_where_a_batch_gives_th
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert fgc.report(model).device_reads == 2
+
+
+@pytest.mark.gpu
+def test_what_a_head_and_a_loss_read_of_a_batch_comes_with_the_mask_in_one_read() -> None:
+    model, eager = tiny("Qwen3", "ForSequenceClassification").cuda(), tiny("Qwen3", "ForSequenceClassification").cuda()
+    eager.load_state_dict(model.state_dict())
+    fgc.compile(model, buckets=[16, 48])
+    lengths = [3, 7, 5]
+    inputs = {k: v.cuda() for k, v in padded(lengths).items()}
+    for reads in (1, 2):
+        close(call(model, **inputs).logits, call(eager, **inputs).logits, tolerance=1e-3)
+        assert fgc.report(model).device_reads == reads
+    inputs["attention_mask"] = inputs["attention_mask"].cpu()
+    call(model, **inputs)
+    assert fgc.report(model).device_reads == 3
+    full = {k: v.cuda() for k, v in padded([7, 7]).items()}
+    call(model, input_ids=full["input_ids"])
+    assert fgc.report(model).device_reads == 3
