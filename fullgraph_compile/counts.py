@@ -63,11 +63,18 @@ def other_branch(gm: GraphModule, token: sympy.Symbol) -> Callable[[int], bool] 
 
 def _conditions(gm: GraphModule, token: sympy.Symbol) -> list[tuple[sympy.Basic, str]]:
     """Dynamo's guards on the token count alone, and where each was made."""
-    sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
-    env = sizes[0].node.shape_env if sizes else None
-    if env is None or free_unbacked_symbols(sizes[0]):
+    size = _backed_count(gm, token)
+    if size is None:
         return []
+    env = size.node.shape_env
     return [(g.expr, str(getattr(g, "sloc", ""))) for g in env.guards if g.expr.free_symbols == {token}]
+
+
+def _backed_count(gm: GraphModule, token: sympy.Symbol) -> torch.SymInt | None:
+    """The token count as the graph takes it, if it has a value that was guarded on."""
+    sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
+    known = sizes and sizes[0].node.shape_env is not None and not free_unbacked_symbols(sizes[0])
+    return sizes[0] if known else None
 
 
 def guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool], int | None, bool]:
@@ -77,10 +84,10 @@ def guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool],
         Whether they hold for a count: for another the model may take another branch; the count that it was traced
         with, None if it was not backed; and whether torch's ops alone leave out a single token, for its strides.
     """
-    sizes = [v for n in placeholders(gm) if isinstance(v := value_of(n), torch.SymInt) and expression(v) == token]
-    env = sizes[0].node.shape_env if sizes else None
-    if env is None or free_unbacked_symbols(sizes[0]):
+    size = _backed_count(gm, token)
+    if size is None:
         return (lambda tokens: True), None, False
+    env = size.node.shape_env
     known: dict[int, bool] = {}
     conditions = _conditions(gm, token)
 
@@ -92,7 +99,7 @@ def guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool],
             known[tokens] = bool(inside) and all(c.subs(token, tokens) != sympy.false for c, _ in conditions)
         return known[tokens]
 
-    hint = sizes[0].node.hint
+    hint = size.node.hint
     broken = [where for c, where in conditions if c.subs(token, 1) == sympy.false]
     layouts = bool(broken) and serves(2) and all(map(_by_an_op, broken))
     return serves, int(hint) if hint is not None else None, layouts

@@ -90,7 +90,7 @@ class Variant:
     _pause: int = 0
 
     def __post_init__(self) -> None:
-        self._numbers = {k: number_of(v) for k, v in self.sample.items() if number_of(v) is not None}
+        self._numbers = {k: n for k, v in self.sample.items() if (n := number_of(v)) is not None}
 
     # -- learning ------------------------------------------------------------------------------------------------
 

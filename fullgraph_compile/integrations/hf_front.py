@@ -169,11 +169,10 @@ class Reading:
             elif read.padding < 0:
                 read = replace(read, last_column="has no pad_token_id")
             else:
-                read = replace(read, is_no_padding=tokens != read.padding)
+                read = replace(read, ids=tokens)
         if a_loss:
-            ignored = given.get("ignore_index", -100)
             shifts = shifted is None and front.shifts_labels
-            read = replace(read, counts=labels != ignored, shifted=shifts, ignored=ignored)
+            read = replace(read, labels=labels, shifted=shifts, ignored=given.get("ignore_index", -100))
         return read
 
     def _check_padding(self, packing: Packing, read: ReadPositions | None, mask: Tensor | None) -> int:

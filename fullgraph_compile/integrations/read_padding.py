@@ -23,8 +23,8 @@ class ReadPositions:
         name: the model's, for messages.
         padding: the id that pads, or -1.
         last_column: why a head reads the last column; empty = it does not.
-        is_no_padding: ``[B, S]`` bool: ids other than ``padding``, if a head reads the last of them.
-        counts: ``[B, S]`` bool: labels that the loss does not ignore; None = there is no loss.
+        ids: ``[B, S]``, if a head reads the last that is not ``padding``.
+        labels: ``[B, S]``, of a loss; None = there is none.
         shifted: whether a label may be that of the position before it.
         ignored: the label that stands for none.
     """
@@ -32,21 +32,22 @@ class ReadPositions:
     name: str
     padding: int
     last_column: str = ""
-    is_no_padding: Tensor | None = None
-    counts: Tensor | None = None
+    ids: Tensor | None = None
+    labels: Tensor | None = None
     shifted: bool = False
     ignored: int = -100
 
     def on_host(self, mask: Tensor | None) -> tuple[ReadPositions, Tensor | None, int]:
         """The same on the host, the mask too, and how often the device was read for it: once at most."""
-        named = {"is_no_padding": self.is_no_padding, "counts": self.counts, "mask": mask}
+        named = {"ids": self.ids, "labels": self.labels, "mask": mask}
         away = {name: t for name, t in named.items() if t is not None and t.device.type != "cpu"}
         if not away:
             return self, mask, 0
-        kind = torch.bool if mask is None else mask.dtype
-        here = dict(zip(away, torch.stack([t.to(kind) for t in away.values()]).cpu(), strict=True))
+        if "mask" in away:
+            away["mask"] = away["mask"] != 0
+        here = dict(zip(away, torch.stack([t.long() for t in away.values()]).cpu(), strict=True))
         mask = here.pop("mask", mask)
-        return replace(self, **{name: flag != 0 for name, flag in here.items()}), mask, 1
+        return replace(self, **here), mask, 1
 
     def check(self, real: Tensor) -> None:
         """Raise ``NotServed`` if one of them is padding.
@@ -57,15 +58,16 @@ class ReadPositions:
         if self.last_column and not bool(real[:, -1].all()):
             why = f"{self.name} {self.last_column}, so it pools the last column, which is padding"
             raise NotServed(Reason.MASK, why)
-        if self.is_no_padding is not None:
-            last = (torch.arange(real.shape[1]) * self.is_no_padding).argmax(-1, keepdim=True)
+        if self.ids is not None:
+            last = (torch.arange(real.shape[1]) * (self.ids != self.padding)).argmax(-1, keepdim=True)
             if not bool(real.gather(1, last).all()):
                 why = f"pools the last id that is not pad_token_id ({self.padding}), which is padding in some row"
                 raise NotServed(Reason.MASK, f"{self.name} {why}")
-        if self.counts is not None:
-            read = self.counts & ~real
+        if self.labels is not None:
+            counts = self.labels != self.ignored
+            read = counts & ~real
             if self.shifted:
-                read[:, 1:] |= self.counts[:, 1:] & ~real[:, :-1]
+                read[:, 1:] |= counts[:, 1:] & ~real[:, :-1]
             if bool(read.any()):
                 raise NotServed(
                     Reason.MASK,
