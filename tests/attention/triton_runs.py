@@ -1,11 +1,9 @@
-"""What the tests of our own kernel share: shuffled pages, and a run whose output starts as rubbish."""
+"""What the tests of our own kernel share: pages of chance, and a run whose output starts as rubbish."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,29 +12,17 @@ from torch import Tensor
 from fullgraph_compile.attention.triton import TritonAttention
 from fullgraph_compile.ops import AttentionSite
 from tests.attention.cases import Inputs
+from tests.attention.replaying import NAN, in_pages
 
-NAN = float("nan")
 CUDA = torch.device("cuda", 0)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def paged(inputs: Inputs, static: Any, k_lens: Sequence[int], page_size: int, *, max_k: int = 0, seed: int = 0) -> Any:
     """The same keys and values in pages, in a shuffled order; every other cell of the pages holds NaN."""
-    need = [-(-n // page_size) for n in k_lens]
-    ids = list(range(1, sum(need) + 4))
-    random.Random(seed).shuffle(ids)
-    width = max(1, *need, -(-max_k // page_size))
-    table = torch.zeros(static.slots, width, dtype=torch.int32)
-    k, v = (t.new_full((sum(need) + 4, page_size, *t.shape[1:]), NAN) for t in (inputs.k, inputs.v))
-    start = 0
-    for request, (n, count) in enumerate(zip(k_lens, need, strict=True)):
-        table[request, :count] = torch.tensor([ids.pop() for _ in range(count)], dtype=torch.int32)
-        j = torch.arange(n)
-        page, offset = table[request][j // page_size].long().to(k.device), (j % page_size).to(k.device)
-        k[page, offset], v[page, offset] = inputs.k[start : start + n], inputs.v[start : start + n]
-        start += n
-    cache: Any = SimpleNamespace(k=(None, k), v=(None, v), page_size=page_size)
-    return replace(static, max_k=max(static.max_k, max_k), cache=cache, page_table=table.to(k.device))
+    wide = replace(static, max_k=max(static.max_k, max_k))
+    pages = sum(-(-n // page_size) for n in k_lens) + 4  # some of them are nobody's
+    return in_pages(wide, inputs, k_lens, page_size, pages=pages, seed=seed)
 
 
 def run(site: AttentionSite, inputs: Inputs, static: Any, backend: TritonAttention | None = None) -> Tensor:
