@@ -26,6 +26,9 @@ TraceAgain = torch._dynamo.exc.RestartAnalysis
 
 # The sizes that Inductor chooses tiles for: of any token count, and of few.
 HINT, FEW_HINT = 512, 64
+# For few tokens kernels that do not need each other are one launch, as the norm and rotary of query and of key are:
+# what they do takes less than to begin (docs/performance-log.md).
+FEW = {"combo_kernels": True}
 
 
 def warm_workers(compiler: str, device: torch.device) -> None:
@@ -79,11 +82,12 @@ def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str, *, ca
         return compiled if split is None or at is None else _for_few(split, examples, at, compiled)
 
 
-def _inductor(gm: GraphModule, examples: Sequence[Any]) -> Compiled:
+def _inductor(gm: GraphModule, examples: Sequence[Any], **patches: Any) -> Compiled:
     from torch._inductor.compile_fx import compile_fx
 
     # One graph is captured around all pieces; Inductor must not capture any of its own.
-    return cast(Compiled, compile_fx(gm, list(examples), config_patches={"triton.cudagraphs": False}))
+    patches["triton.cudagraphs"] = False
+    return cast(Compiled, compile_fx(gm, list(examples), config_patches=patches))
 
 
 def _for_few(split: GraphModule, examples: Sequence[Any], at: int, others: Compiled) -> Compiled:
@@ -94,7 +98,7 @@ def _for_few(split: GraphModule, examples: Sequence[Any], at: int, others: Compi
         others: what runs for more.
     """
     try:
-        few = _inductor_backed(split, examples, hint=FEW_HINT)
+        few = _inductor_backed(split, examples, hint=FEW_HINT, **FEW)
     except TraceAgain:
         raise
     except Exception as error:
@@ -118,7 +122,7 @@ def _token_count_at(examples: Sequence[Any]) -> int | None:
     return None
 
 
-def _inductor_backed(gm: GraphModule, examples: Sequence[Any], hint: int = HINT) -> Compiled:
+def _inductor_backed(gm: GraphModule, examples: Sequence[Any], hint: int = HINT, **patches: Any) -> Compiled:
     """Compile with the unbacked token count replaced by a backed one.
 
     Inductor (seen in torch 2.11) takes a dependency with an unbacked size for empty when it decides what to fuse, and
@@ -145,7 +149,7 @@ def _inductor_backed(gm: GraphModule, examples: Sequence[Any], hint: int = HINT)
             for e in examples
         ]
     with tracing(TracingContext(mode)):
-        compiled = _inductor(gm, backed)
+        compiled = _inductor(gm, backed, **patches)
     at = next(i for i, e in enumerate(examples) if isinstance(e, torch.SymInt))
     guards = [g.expr for g in env.guards]
     holds: dict[int, bool] = {}

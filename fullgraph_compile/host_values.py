@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,18 +35,35 @@ def counted(starts: Sequence[int], ends: Sequence[int]) -> np.ndarray:
     return np.frombuffer(bytearray().join(ranges), dtype=np.int64)
 
 
-# With the version that each had when it was made.
-_made: dict[torch.device, tuple[Tensor, int]] = {}
+class _Counting(NamedTuple):
+    """0, 1, 2 ... on a device.
+
+    Attributes:
+        numbers: ``[1, N]`` int64.
+        version: what torch counted of its changes when it was made.
+        first: views of the first so many: one costs as much as a small copy.
+    """
+
+    numbers: Tensor
+    version: int
+    first: dict[int, Tensor]
+
+
+_made: dict[torch.device, _Counting] = {}
 
 
 def counting(tokens: int, device: torch.device) -> Tensor:
     """0, 1, 2 ...: ``[1, tokens]`` int64, a view of what all calls on the device share, so nothing may write to it."""
-    made, version = _made.get(device, (None, 0))
-    if made is None or made.shape[1] < tokens or made._version != version:
+    made = _made.get(device)
+    if made is None or made.numbers.shape[1] < tokens or made.numbers._version != made.version:
         with torch.inference_mode(False):
-            made = torch.arange(max(1024, 2 * tokens), device=device)[None]
+            numbers = torch.arange(max(1024, 2 * tokens), device=device)[None]
         if device.type == "cuda":
             # Calls on other streams read it too, and may still read the one that it takes the place of.
             torch.cuda.synchronize(device)
-        _made[device] = made, made._version
-    return made.narrow(1, 0, tokens)
+        made = _made[device] = _Counting(numbers, numbers._version, {})
+    first = made.first.get(tokens)
+    if first is None:
+        with torch.inference_mode(False):
+            first = made.first[tokens] = made.numbers.narrow(1, 0, tokens)
+    return first

@@ -93,7 +93,21 @@ class _Layout:
         return tuple(bytes(4 * (_aligned(n) - n)) for name, n in self.parts if name != "slot_ids")
 
     def pack(self, batch: PrefillBatch, rows: int) -> np.ndarray:
-        """All metadata of a batch, tails included, and the first ``rows`` rows of the page table."""
+        """All metadata of a batch, tails included, and the first ``rows`` rows of the page table; not to be written."""
+        if self.page_size or batch.requests > 1 or any(batch.cached_tokens):
+            return self._packed(batch, rows)
+        # Of one request only its length is to be known.
+        packed = self._of_one.get(batch.tokens)
+        if packed is None:
+            packed = self._of_one[batch.tokens] = self._packed(batch, rows)
+        return packed
+
+    @cached_property
+    def _of_one(self) -> dict[int, np.ndarray]:
+        """Metadata of one request without a cache, by its tokens."""
+        return {}
+
+    def _packed(self, batch: PrefillBatch, rows: int) -> np.ndarray:
         # Bytes are put together at the cost of one array; this is before each launch.
         unused = self.slots - batch.requests
         new, starts_q, keys, starts_k = batch.words

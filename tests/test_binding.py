@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fullgraph_compile as fgc
 from fullgraph_compile.compiled_body import compiled_body
-from fullgraph_compile.integrations.plain import PlainModule
+from fullgraph_compile.integrations.plain import OneRow, PlainModule
 from fullgraph_compile.integrations.transformers import TransformersModule
 from tests.models import T2, tiny, tokens
 from tests.runtime.bodies import equal, first, ready
@@ -73,6 +73,26 @@ def test_positions_that_are_not_given_are_those_of_each_batch(llama: Counted) ->
         got, looked = llama(lengths, use_cache=False, position_ids=...)
         assert looked == 0
         equal(first(got), first(llama(lengths, use_cache=False)[0]))
+
+
+def test_one_row_outside_of_a_batch_is_one_request_of_its_own_length(llama: Counted) -> None:
+    def plain(n: int, **given: Any) -> Tensor:
+        with torch.no_grad():
+            return first(llama.body(**(given or {"input_ids": tokens(n)[None]}), use_cache=False))
+
+    plain(6), plain(6)
+    compiled = compiled_body(llama.body)
+    assert compiled is not None
+    assert OneRow in {type(known.bind) for known in compiled.binder._known.values()}
+    for n in (2, 9, 16, 5, 2):
+        equal(plain(n), first(llama([n], use_cache=False)[0]))
+    # A batch of other lengths is an error, as it is for a call that is looked at.
+    with fgc.PrefillBatch([3, 4], device="cpu"), pytest.raises(ValueError, match="add up to 7"):
+        plain(6)
+    with fgc.PrefillBatch([3, 3], device="cpu"):
+        packed = plain(6)
+    equal(packed[:, 3:], first(llama([3], use_cache=False, input_ids=tokens(6)[None, 3:])[0]))
+    assert not torch.allclose(packed[:, 3:], plain(6)[:, 3:])
 
 
 def test_what_is_given_otherwise_is_looked_at(llama: Counted) -> None:

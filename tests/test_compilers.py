@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fullgraph_compile import compilers
-from fullgraph_compile.compilers import FEW_HINT, TraceAgain, compile_piece
+from fullgraph_compile.compilers import FEW, FEW_HINT, TraceAgain, compile_piece
 from fullgraph_compile.passes.common import placeholders, value_of
 from fullgraph_compile.passes.split_products import MOST_TOKENS
 from tests.tracing import TOKENS, trace
@@ -25,7 +25,8 @@ def compiled(monkeypatch):
     """What was compiled: by the hint for few tokens, None for the others.  Nothing is."""
     hints: list[int | None] = []
 
-    def backed(gm, examples, hint=None):
+    def backed(gm, examples, hint=None, **patches):
+        assert patches == ({} if hint is None else FEW)
         hints.append(hint)
         return lambda *args: "others" if hint is None else "few"
 
@@ -85,7 +86,7 @@ def test_two_unknown_sizes_are_not_taken_for_one_token_count(compiled):
 def test_a_refusal_for_few_tokens_leaves_the_piece_as_it_was(compiled, monkeypatch, error, raised):
     taken = compilers._inductor_backed
 
-    def refuses(gm, examples, hint=None):
+    def refuses(gm, examples, hint=None, **patches):
         if hint is not None:
             raise error
         return taken(gm, examples)
@@ -97,3 +98,10 @@ def test_a_refusal_for_few_tokens_leaves_the_piece_as_it_was(compiled, monkeypat
             compile_piece(gm, examples, "inductor")
     else:
         assert call(compile_piece(gm, examples, "inductor"), examples, 2) == "others"
+
+
+def test_inductor_knows_what_is_asked_of_it_for_few_tokens():
+    from torch._inductor import config
+
+    with config.patch(FEW):
+        assert config.combo_kernels

@@ -15,7 +15,7 @@ from fullgraph_compile.integrations.hf_facts import padding_id
 from fullgraph_compile.integrations.hf_positions import as_padded, packed_positions
 from fullgraph_compile.integrations.hf_spans import spans_and_batch
 from fullgraph_compile.integrations.packing import Packing
-from fullgraph_compile.integrations.plain import AsGiven, Bound, NotServed
+from fullgraph_compile.integrations.plain import AsGiven, Bound, NotServed, OneRow
 from fullgraph_compile.integrations.read_padding import ReadPositions, real_positions
 from fullgraph_compile.whole_model import given_labels
 
@@ -134,13 +134,17 @@ class Reading:
                 Reason.ARGUMENTS, "use_cache is on, but a packed batch leaves no cache: give use_cache=False"
             )
         back = Back(front, packing, cache, self.dicts, several)
-        again: Any = self.bind
         by_ids = positions is None and front.facts is not None and front.facts.positions == "ids"
-        if active is not None and packing.trivial and mask is None and back.nothing and not by_ids:
-            taken = self.tensors if positions is None else (*self.tensors, "position_ids")
-            made_for_batch = made is not None and positions is None
-            again = AsGiven(self.constants, taken, made_for_batch, front.check_requests)
         padded = not packing.trivial
+        again: Any = self.bind
+        if packing.trivial and mask is None and back.nothing and not by_ids:
+            taken = self.tensors if positions is None else (*self.tensors, "position_ids")
+            of_batch = made is not None and positions is None
+            as_given = AsGiven(self.constants, taken, of_batch, front.check_requests)
+            if active is not None:
+                again = as_given
+            elif positions is None and (made is None or made is batch.row_of_positions):
+                again = OneRow(self.lead, as_given, self.bind)
         return Bound(call, batch, None if back.nothing else back, reads, padded, not packing.dense, again)
 
     def _cache(self, given: dict[str, Any]) -> Any:

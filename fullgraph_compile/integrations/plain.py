@@ -77,12 +77,37 @@ class AsGiven:
         assert active is not None
         if self.check is not None:
             self.check(active)
+        return self.bound(given, active)
+
+    def bound(self, given: dict[str, Any], batch: PrefillBatch) -> Bound:
+        """The call for a batch that was checked."""
         call = self.constants.copy()
         for name in self.tensors:
             call[name] = given[name]
         if self.positions:
-            call["position_ids"] = active.row_of_positions
-        return Bound(call, active)
+            call["position_ids"] = batch.row_of_positions
+        return Bound(call, batch)
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """``Bound.again`` of calls of one row ``[1, T]`` outside of a batch: one request, and the result as it is.
+
+    Attributes:
+        lead: name of the tokens.
+        as_given: makes the call.
+        bind: looks at the call, which is of another kind after all.
+    """
+
+    lead: str
+    as_given: AsGiven
+    bind: Callable[[dict[str, Any], PrefillBatch | None], Bound]
+
+    def __call__(self, given: dict[str, Any], active: PrefillBatch | None) -> Bound:
+        if active is not None:
+            return self.bind(given, active)
+        tokens = given[self.lead]
+        return self.as_given.bound(given, PrefillBatch.of_checked([tokens.shape[1]], tokens.device))
 
 
 class PlainModule:

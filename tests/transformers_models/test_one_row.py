@@ -1,0 +1,39 @@
+"""Calls of one row without a mask or a batch, as a model is prefilled by hand: the second is not looked at anew."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fullgraph_compile as fgc
+from tests.transformers_models import architectures as arch
+from tests.transformers_models.calls import rows_of, tokens_of, without_cache
+
+MODELS = [
+    ("causal", "qwen3"),
+    ("causal", "gpt2"),
+    ("causal", "opt"),
+    ("causal", "gemma2"),
+    ("causal", "bloom"),
+    ("masked", "bert"),
+    # Counts its positions from the ids.
+    ("masked", "roberta"),
+    ("base", "modernbert"),
+]
+
+
+@pytest.mark.parametrize(("mapping", "name"), MODELS)
+def test_each_is_what_the_model_makes_of_it(mapping: str, name: str) -> None:
+    with arch.quiet():
+        model = arch.build(arch.Result(mapping, name))
+    eager, more = copy.deepcopy(model), without_cache(model)
+    fgc.compile(model, **arch.OPTIONS)
+    lengths = (6, 6, 9, 2, 17, 1, 6)
+    for seed, n in enumerate(lengths):
+        inputs = tokens_of((n,), "dense", seed)
+        with torch.no_grad():
+            got, want = rows_of(model(**inputs, **more)), rows_of(eager(**inputs, **more))
+        assert arch.difference(got[0], want[0]) <= arch.TOLERANCE, n
+    assert sum(fgc.report(model).replays.values()) == len(lengths)
