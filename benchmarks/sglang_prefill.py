@@ -16,7 +16,8 @@ ModelRunner.forward (staging, metadata, body, LM head), the device idle before e
 the second time counts.  "staging" is the part before the
 graph's launch, "graph" the graph alone.  Then 200 random prompts in random batches go through each route, and the next
 tokens of the compiled one are compared with those of SGLang's own full graphs: a difference is excused only where the
-two logits are closer than what two eager batchings of that very prompt differ by.
+two logits are closer than what two eager batchings of that very prompt differ by.  ``--more 800`` sends so many others
+too, for a share that is known better.
 
 The first process of a machine builds kernels for one to two minutes.
 """
@@ -53,11 +54,15 @@ def eager_noise(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max((abs(a[t] - b[t]) for t in a.keys() & b.keys()), default=0.0)
 
 
-def compare(results: dict[str, Any], name: str, head: str) -> str:
-    """Next tokens of a route against those of SGLang's own full graphs."""
+def compare(results: dict[str, Any], name: str, head: str, parts: tuple[str, ...] = ("",)) -> str:
+    """Next tokens of a route against those of SGLang's own full graphs; ``parts`` are the prompts of the benchmark,
+    and what was asked for beyond them."""
 
     def answers(route: str, kind: str = "answers") -> list[dict[str, Any]]:
-        return [answer[head] for answer in results[route][kind]]
+        return [answer[head] for part in parts for answer in results[route][part + kind]]
+
+    def total(of: str) -> int:
+        return sum(results[name][part + of] for part in parts)
 
     reference, mine = answers("full"), answers(name)
     eager, alone = answers("disabled"), answers("disabled", "alone")
@@ -68,7 +73,7 @@ def compare(results: dict[str, Any], name: str, head: str) -> str:
         differ += 1
         gap = theirs["logits"][0] - logits_of(theirs).get(ours["tokens"][0], float("-inf"))
         excused += gap < eager_noise(one, other)
-    share = results[name]["replayed"] / results[name]["batches"]
+    share = total("replayed") / total("batches")
     good = differ == excused and excused <= MOST_EXCUSED * len(mine) and share >= LEAST_REPLAYED
     return (
         f"{name}, logits {HEADS[head]}: {len(mine)} prompts, {len({a['tokens'][0] for a in reference})} different next "
@@ -118,7 +123,8 @@ def comparisons(results: dict[str, Any]) -> list[str]:
     if not {"full", "disabled"} <= complete:
         return []
     return [
-        compare(results, name, head)
+        compare(results, name, head, parts)
+        for parts in [("",), ("", "more_")][: 2 if all(results[n].get("more_answers") for n in complete) else 1]
         for name in results
         if name.startswith("ours") and name in complete
         for head in HEADS
@@ -157,12 +163,15 @@ def main() -> None:
     parser.add_argument("--routes", default=";".join(ROUTES), help="separated by ';' (default: all)")
     parser.add_argument("--out", type=Path, default=None, help="folder for results and logs")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without graphs: tries this script, no more")
+    parser.add_argument("--more", type=int, default=0, help="prompts beyond the 200, for a share that is known better")
     parser.add_argument("--profile", action="store_true", help="also where the host's time goes: <route>/profile.txt")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=560, help="seconds for all routes (default: %(default)g)")
     arguments, begin = parser.parse_args(), time.perf_counter()
     out = arguments.out or Path(tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
+    if not arguments.only:
+        os.environ["SGLANG_BENCH_MORE"] = str(arguments.more)
     if arguments.profile:
         os.environ["SGLANG_BENCH_PROFILE"] = "1"
     if arguments.only:

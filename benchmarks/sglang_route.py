@@ -232,13 +232,13 @@ def random_prompts(lengths: list[int], seed: int) -> list[list[int]]:
     return [torch.randint(10, 10000, (n,), generator=generator).tolist() for n in lengths]
 
 
-def prompt_batches() -> list[list[list[int]]]:
-    """200 prompts of 4 to 120 tokens, in batches of one to eight."""
+def prompt_batches(count: int, seed: int) -> list[list[list[int]]]:
+    """Prompts of 4 to 120 tokens, in batches of one to eight."""
     import torch
 
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(4, 121, (PROMPTS,), generator=generator).tolist()
-    prompts, batches = random_prompts(lengths, seed=2), []
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 121, (count,), generator=generator).tolist()
+    prompts, batches = random_prompts(lengths, seed=seed + 1), []
     while prompts:
         n = int(torch.randint(1, MOST_PER_BATCH + 1, (1,), generator=generator))
         batches.append(prompts[:n])
@@ -274,11 +274,16 @@ def run_route(name: str, out: Path, cpu: bool) -> None:
         save(report=str(fullgraph_compile.report()))
     if os.environ.get("SGLANG_BENCH_PROFILE"):
         route.profile(out.with_name("profile.txt"))
-    batches = prompt_batches()
-    if name == "disabled":
-        save(alone=route.answer([[prompt] for batch in batches for prompt in batch])[0])
-    answers, replayed = route.answer(batches)
-    save(answers=answers, replayed=replayed[True], batches=sum(replayed.values()))
+    parts = {
+        "": prompt_batches(PROMPTS, seed=1),
+        "more_": prompt_batches(int(os.environ.get("SGLANG_BENCH_MORE", 0)), 11),
+    }
+    for part, batches in parts.items():
+        if name == "disabled":
+            save(**{f"{part}alone": route.answer([[prompt] for batch in batches for prompt in batch])[0]})
+        answers, replayed = route.answer(batches)
+        counts = {f"{part}replayed": replayed[True], f"{part}batches": sum(replayed.values())}
+        save(**{f"{part}answers": answers}, **counts)
     os._exit(0)
 
 

@@ -22,6 +22,7 @@ from fullgraph_compile.integrations.sglang.settings import Settings
 from fullgraph_compile.passes.check_row_independence import check_row_independence
 from fullgraph_compile.passes.common import copy_graph, find_token, is_weight, output_node, placeholders, refusal
 from fullgraph_compile.passes.fold_scalars import fold_scalars
+from fullgraph_compile.passes.keep_rounding import keep_rounding
 from fullgraph_compile.passes.pad_to_bucket import pad_to_bucket
 from fullgraph_compile.passes.split_pieces import PieceCall, Pieces, split_pieces, written_inputs
 from fullgraph_compile.report import Report, first_lines
@@ -85,7 +86,8 @@ def build(gm: GraphModule, examples: Sequence[Any], sites: Sites, settings: Sett
     if not calls:
         raise NotCompiled(Reason.NO_SITES, "SGLang's attention modules are not called by the body")
     _prove(gm, token, report)
-    pieces = split_pieces(gm)
+    # SGLang's own kernels write their results to memory: with the same roundings answers are nearer to theirs.
+    pieces = split_pieces(keep_rounding(gm))
     return HostedProgram(pieces, compile_pieces(pieces, settings.compile_options, report), calls, sites)
 
 
