@@ -47,6 +47,7 @@ from fullgraph_compile.passes.common import (
     token_dims,
     value_of,
 )
+from fullgraph_compile.passes.drop_grad import drop_grad
 from fullgraph_compile.passes.fold_scalars import fold_scalars
 from fullgraph_compile.passes.fuse_projections import fuse_projections
 from fullgraph_compile.passes.mark_attention import mark_attention
@@ -95,7 +96,7 @@ def _build_symbolic(
     report: Report,
     fused: FusedWeights | None,
 ) -> CapturedGraph:
-    gm = fold_scalars(copy_graph(gm))
+    gm = fold_scalars(drop_grad(copy_graph(gm)))
     device = device_of(gm, weights)
     move_scalars(gm, weights, device)
 

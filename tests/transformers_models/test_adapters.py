@@ -82,6 +82,18 @@ def test_a_model_with_an_adapter_is_compiled_by_its_body() -> None:
     assert fgc.warmup(model).ready
 
 
+def test_embeddings_that_were_marked_for_training_replay_once_it_is_over() -> None:
+    model = with_adapter(tiny("Llama", num_hidden_layers=1))
+    model.enable_input_require_grads()  # as Trainer does for gradient checkpointing, and nothing undoes
+    eager = copy.deepcopy(model)
+    fgc.compile(model, **OPTIONS)
+    check(model, eager, 1, 2)
+    if torch.__version__ < "2.13":  # Dynamo did not trace it
+        assert set(fallbacks(model)) == {Reason.NOT_TRACED} and not replays(model)
+    else:
+        assert replays(model) == 2 and not fallbacks(model)
+
+
 def offloaded(model: Any, folder: Path) -> None:
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
 
