@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import base
 
 _numbers = itertools.count()
-_NOTHING = object()
+NOTHING = object()
+"""The value of an attribute that is not there."""
 
 
 def _call_forward(module: Any, kwargs: dict[str, Any]) -> Any:
@@ -43,10 +44,35 @@ def left_something(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
     return any(now.keys() != then.keys() or any(now[k] is not v for k, v in then.items()) for now, then in before)
 
 
-def written_attributes() -> list[tuple[Any, str, Any]] | None:
-    """What the call that is being traced writes to objects that it did not make: each object, an attribute's name, and
-    the value that it has now, before it is written.  None if it writes anything else: an entry of a dict or a list, a
-    global, a value that is another at each call.
+class Written(NamedTuple):
+    """An attribute that a call writes.
+
+    Attributes:
+        attributes: of the object.
+        name: of the attribute.
+        value: that it had before the call.
+    """
+
+    attributes: dict[str, Any]
+    name: str
+    value: Any
+
+    @property
+    def put_back(self) -> bool:
+        """Whether it has that value."""
+        return self.attributes.get(self.name, NOTHING) is self.value
+
+    def put(self) -> None:
+        """Give it that value."""
+        if self.value is NOTHING:
+            self.attributes.pop(self.name, None)
+        else:
+            self.attributes[self.name] = self.value
+
+
+def written_attributes() -> list[Written] | None:
+    """What the call that is being traced writes to objects that it did not make.  None if it writes anything but
+    constants to attributes: an entry of a dict or a list, a global, a value that is another at each call.
 
     Asked by the backend, while the trace is open: only Dynamo's own code writes, and does so after each call.
     """
@@ -60,15 +86,10 @@ def written_attributes() -> list[tuple[Any, str, Any]] | None:
             continue
         values = effects.store_attr_mutations.get(variable, {})
         held = getattr(objects.get(i), "__dict__", None)
-        if not values or held is None or not all(v.is_python_constant() for v in values.values()):
+        if not values or type(held) is not dict or not all(v.is_python_constant() for v in values.values()):
             return None
-        written += [(objects[i], name, held.get(name, _NOTHING)) for name in values]
+        written += [Written(held, name, held.get(name, NOTHING)) for name in values]
     return written
-
-
-def put_back(written: list[tuple[Any, str, Any]]) -> bool:
-    """Whether a call has left ``written_attributes`` as they were."""
-    return all(vars(x).get(name, _NOTHING) is value for x, name, value in written)
 
 
 def keep_guard(guards: Sequence[Any]) -> list[bool]:

@@ -28,10 +28,10 @@ from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.progress import phase
 from fullgraph_compile.report import Report, first_lines
 from fullgraph_compile.traceable import (
+    Written,
     attributes,
     keep_guard,
     left_something,
-    put_back,
     thin,
     written_attributes,
 )
@@ -64,7 +64,7 @@ class _First:
     results: Sequence[Any] = ()
     failed: BadOption | NotServed | None = None
     codes: set[types.CodeType] = field(default_factory=set)
-    written: list[tuple[Any, str, Any]] | None = None
+    written: list[Written] | None = None
     ran: bool = False
 
     def clear(self) -> None:
@@ -225,8 +225,9 @@ class Tracer:
         if not left_something(before):
             variant.lasting = self.holds(variant)
             # Only Dynamo's own code writes what else the call leaves.
-            if variant.lasting and first.written is not None and put_back(first.written):
+            if variant.lasting and first.written is not None and all(w.put_back for w in first.written):
                 variant.learn(first.args, first.results, result)
+                variant.written = first.written
         if variant.direct:
             variant.stand(body.__globals__, self.integration)
             if not self.stands(variant):

@@ -22,6 +22,7 @@ from fullgraph_compile.numbers_of_calls import number_of
 from fullgraph_compile.report import log
 from fullgraph_compile.results import Result
 from fullgraph_compile.standing_guards import StandingGuards
+from fullgraph_compile.traceable import NOTHING, Written
 from fullgraph_compile.watching import WORKS
 
 
@@ -57,6 +58,7 @@ class Variant:
         in_any_mode: whether ``still_holds`` may be asked without the modes that the trace was made under, as long as
             there are no gradients: entering them takes as long as asking.
         result: how the call's result is made of the graph's.
+        written: attributes that the call writes, with the values that it leaves: other calls may leave others.
         graphs: all that ``traced`` may call, which nothing else keeps alive.
     """
 
@@ -81,6 +83,7 @@ class Variant:
     standing: StandingGuards | None = None
     in_any_mode: bool = False
     graphs: Sequence[Any] = ()
+    written: Sequence[Written] = ()
     _locals: dict[str, Any] = field(default_factory=dict)
     # The numbers of the traced call.
     _numbers: dict[str, Any] = field(init=False)
@@ -167,6 +170,10 @@ class Variant:
         finally:
             for i in self.names:
                 args[i] = None  # the caller's
+            for attribute in self.written:
+                held, name, value = attribute
+                if held.get(name, NOTHING) is not value:
+                    attribute.put()
 
     # -- holding -------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from tests.models import T2, tiny
+from tests.models import T2, tiny, tokens
 from tests.runtime.bodies import check_replayed, compiled, equal, ready, replays, run, runners
 
 
@@ -125,3 +126,45 @@ def test_a_dict_that_is_emptied_between_calls_is_written_by_each() -> None:
         LAST.clear()
         equal(run(body, n, seed=n), want)
         equal(LAST["last"] * 2, want)
+
+
+class Naming(T2):
+    """Notes what kind of call it was last: with a scale, or without."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__(layers=1)
+        self.shared = Place()
+        self.last_kind = "plain"
+        self.in_shared = shared
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = super().forward(input_ids, position_ids)
+        kind = "plain" if scale is None else "scaled"
+        if self.in_shared:
+            self.shared.last = kind
+        else:
+            self.last_kind = kind
+        return hidden if scale is None else hidden * scale
+
+    @property
+    def kind(self) -> str:
+        return self.shared.last if self.in_shared else self.last_kind
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("first", ["plain", "scaled"])
+def test_what_other_forms_of_the_call_write_does_not_stay(shared: bool, first: str) -> None:
+    module = Naming(shared).eval()
+    module.shared.last = module.last_kind = first  # what the first call writes is there already
+    body = compiled("compile", module, buckets=[8])
+    scale = torch.full((1, 7, 1), 2.0)
+    kinds = [first, *["plain", "scaled"] * 3, "plain", "plain"]
+    for kind in kinds:
+        given = {} if kind == "plain" else {"scale": scale}
+        with torch.no_grad():
+            body(input_ids=tokens(7)[None], position_ids=torch.arange(7)[None], **given)
+        assert module.kind == kind, kinds
+    # A caller's own value is written over, as by the module itself.
+    module.shared.last = module.last_kind = "none"
+    run(body, 7)
+    assert module.kind == "plain"
