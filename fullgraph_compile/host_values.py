@@ -61,9 +61,13 @@ def counting(tokens: int, device: torch.device) -> Tensor:
         if device.type == "cuda":
             # Calls on other streams read it too, and may still read the one that it takes the place of.
             torch.cuda.synchronize(device)
-        made = _made[device] = _Counting(numbers, numbers._version, {})
+        made = _Counting(numbers, numbers._version, {})
+        if type(numbers) is Tensor:  # not one of a mode that the caller is in
+            _made[device] = made
     first = made.first.get(tokens)
     if first is None:
         with torch.inference_mode(False):
-            first = made.first[tokens] = made.numbers.narrow(1, 0, tokens)
+            first = made.numbers.narrow(1, 0, tokens)
+        if type(first) is Tensor:
+            made.first[tokens] = first
     return first

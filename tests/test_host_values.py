@@ -38,3 +38,12 @@ def test_positions_that_the_user_gets_are_the_users_own() -> None:
 def test_an_array_of_another_kind_becomes_int64() -> None:
     there = to_device(np.array([[3, 1], [2, 0]], dtype=np.int32).T, CPU)
     assert there.dtype is torch.int64 and there.tolist() == [[3, 2], [1, 0]]
+
+
+def test_numbers_of_a_mode_are_not_kept() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        counting(11, CPU), counting(20000, CPU)
+    for n in (11, 20000):
+        assert type(counting(n, CPU)) is torch.Tensor and counting(n, CPU)[0].tolist() == list(range(n))

@@ -137,7 +137,9 @@ class Reading:
         by_ids = positions is None and front.facts is not None and front.facts.positions == "ids"
         padded = not packing.trivial
         again: Any = self.bind
-        if packing.trivial and mask is None and back.nothing and not by_ids:
+        # What is in a mask is looked at each time.
+        no_mask = mask is None and self.decoder_mask is None
+        if packing.trivial and no_mask and back.nothing and not by_ids:
             taken = self.tensors if positions is None else (*self.tensors, "position_ids")
             of_batch = made is not None and positions is None
             as_given = AsGiven(self.constants, taken, of_batch, front.check_requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -37,3 +38,21 @@ def test_each_is_what_the_model_makes_of_it(mapping: str, name: str) -> None:
             got, want = rows_of(model(**inputs, **more)), rows_of(eager(**inputs, **more))
         assert arch.difference(got[0], want[0]) <= arch.TOLERANCE, n
     assert sum(fgc.report(model).replays.values()) == len(lengths)
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_a_decoders_own_mask_is_looked_at_each_time(in_batch: bool) -> None:
+    with arch.quiet():
+        model = arch.build(arch.Result("base", "bart"))
+    eager = copy.deepcopy(model)
+    fgc.compile(model, **arch.OPTIONS)
+    for seed, hidden in enumerate((0, 0, 0, 3, 0)):
+        ids = tokens_of((7,), "dense", seed)["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[:, :hidden] = 0
+        given = {"input_ids": ids, "decoder_input_ids": ids, "decoder_attention_mask": mask, "use_cache": False}
+        with torch.no_grad():
+            with fgc.PrefillBatch([7], device="cpu") if in_batch else contextlib.nullcontext():
+                got = rows_of(model(**given))
+            assert arch.difference(got[0], rows_of(eager(**given))[0]) <= arch.TOLERANCE, seed
+    assert fgc.report(model).fallbacks == {fgc.Reason.MASK: 1}
