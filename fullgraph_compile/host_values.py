@@ -50,6 +50,7 @@ class _Counting(NamedTuple):
 
 
 _made: dict[torch.device, _Counting] = {}
+_MOST_VIEWS = 4096
 
 
 def counting(tokens: int, device: torch.device) -> Tensor:
@@ -69,5 +70,7 @@ def counting(tokens: int, device: torch.device) -> Tensor:
         with torch.inference_mode(False):
             first = made.numbers.narrow(1, 0, tokens)
         if type(first) is Tensor:
+            if len(made.first) >= _MOST_VIEWS:
+                made.first.clear()
             made.first[tokens] = first
     return first

@@ -33,6 +33,8 @@ class Poison(enum.Enum):
 
 # Each vector starts at a multiple of 16 bytes, so that a kernel compiled for one bucket's addresses fits all.
 _ALIGNED = 4
+# Requests whose metadata a bucket keeps: some kilobytes each where there are many slots.
+_MOST_KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class _Layout:
         # Of one request only its length is to be known.
         packed = self._of_one.get(batch.tokens)
         if packed is None:
+            if len(self._of_one) >= _MOST_KEPT:
+                self._of_one.clear()
             packed = self._of_one[batch.tokens] = self._packed(batch, rows)
         return packed
 

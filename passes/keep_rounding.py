@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
 
 from fullgraph_compile.passes.common import op_name, value_of
 
@@ -22,18 +25,20 @@ def keep_rounding(gm: GraphModule) -> GraphModule:
     Args:
         gm: is changed.
     """
+    tracer = GraphAppendingTracer(gm.graph)
     for node in list(gm.graph.nodes):
         if _rounds(node):
             source = node.args[0]
+            # As torch's own ops: torch's caches of what was compiled know no function of another package.
             with gm.graph.inserting_before(node):
-                rounded = gm.graph.call_function(round_to_bfloat16, (source,))
+                rounded = round_to_bfloat16(Proxy(source, tracer)).node
             rounded.meta = {**node.meta, "example_value": value_of(source)}
             node.replace_input_with(source, rounded)
     gm.recompile()
     return gm
 
 
-def round_to_bfloat16(x: Tensor) -> Tensor:
+def round_to_bfloat16(x: Any) -> Any:
     """A float32 tensor with each number rounded to the nearest that a bfloat16 can be, ties to even; still float32.
 
     By arithmetic on bits, which no compiler takes for a cast that it may leave out.

@@ -42,6 +42,11 @@ class Facts:
     paddings: tuple[Any, ...] = ()
     causal: bool = False
 
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """All that may differ between calls of ids and of embeddings."""
+        return self.positions, self.padding, self.restarts, self.cache, self.causal
+
 
 def learn(module: nn.Module, forward: Callable[..., Any], names: list[str], lead: str, sample: Tensor) -> Facts:
     """Ask the model.

@@ -63,8 +63,11 @@ class Reading:
         if len(leads) != 1 or not isinstance(call[leads[0]], Tensor):
             raise NotServed(Reason.ARGUMENTS, "give exactly one of input_ids and inputs_embeds")
         self.lead = leads[0]
+        front.check_lead(self.lead)
         call.pop("position_ids", None)
-        self.tensors = tuple(name for name, value in call.items() if isinstance(value, Tensor))
+        # The lead first: it tells the token count, of which a decoder may have another.
+        names = [name for name, value in call.items() if isinstance(value, Tensor)]
+        self.tensors = tuple(sorted(names, key=lambda name: name != self.lead))
         self.constants = {name: value for name, value in call.items() if name not in self.tensors}
 
     def _take_cache(self, call: dict[str, Any]) -> tuple[bool, str | None]:

@@ -63,6 +63,8 @@ class TransformersModule(PlainModule):
         # Arguments of which None says no more than that they are not given.
         self.optional = frozenset(name for name, p in parameters.items() if p.default is None)
         self.facts: Facts | None = None
+        # Whether they are so for ids, and for embeddings.
+        self._means_the_same: dict[str, bool] = {}
         self._rows_stay = whole is module or hf_heads.keeps_rows(whole)
         heads = hf_heads.names_above(whole, module)
         self._whole_pools = hf_heads.pools(heads)
@@ -140,6 +142,7 @@ class TransformersModule(PlainModule):
     def forget(self) -> None:
         with self._lock:
             self.facts = None
+            self._means_the_same.clear()
             self._paddings = []
             self._prepared, self.op_attention, self.one_request = False, True, False
             self._primed.clear()
@@ -193,19 +196,42 @@ class TransformersModule(PlainModule):
         if self.facts is not None and self.facts.paddings != tuple(d.get(name) for d, name in self._paddings):
             raise ModuleChanged
         leads = [n for n in ("input_ids", "inputs_embeds") if isinstance(given.get(n), Tensor)]
-        if self.facts is not None or len(leads) != 1:
+        if len(leads) != 1 or leads[0] in self._means_the_same:
             return
-        device = given[leads[0]].device
-        asks = f"{self.name} cannot be asked what it means by a call: one of {REAL} tokens of {leads[0]} alone"
-        with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS, asks), aside(device):
+        (lead,) = leads
+        if self.facts is not None:
+            try:
+                found = self._facts_of(lead, given[lead])
+            except NotServed:
+                found = None
+            self._means_the_same[lead] = found is not None and found.alike == self.facts.alike
+            return
+        with self._lock:
             if self.facts is not None:
                 return
-            facts = hf_facts.learn(self.module, self._asked, self.names, leads[0], given[leads[0]])
+            facts = self._facts_of(lead, given[lead])
             if not issubclass(facts.output, dict) and not getattr(self.module.config, "return_dict", True):
                 # Not kept: it would hold no longer once that is set again.
                 raise NotServed(Reason.ARGUMENTS, f"{self.name}.config.return_dict is False: its output has no names")
             self._paddings = hf_facts.padding_places(self.module) if facts.paddings else []
-            self.facts = facts
+            self.facts, self._means_the_same[lead] = facts, True
+
+    def _facts_of(self, lead: str, tokens: Tensor) -> Facts:
+        """What it means by a call of ids, or of embeddings.
+
+        Raises:
+            NotServed: it cannot be asked.
+        """
+        asks = f"{self.name} cannot be asked what it means by a call: one of {REAL} tokens of {lead} alone"
+        with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS, asks), aside(tokens.device):
+            return hf_facts.learn(self.module, self._asked, self.names, lead, tokens)
+
+    def check_lead(self, lead: str) -> None:
+        """Raise ``NotServed`` if the facts are not those of a call of ids, or of embeddings."""
+        if not self._means_the_same.get(lead, True):
+            raise NotServed(
+                Reason.ARGUMENTS, f"{self.name} takes {lead} in another way than what it was first called with"
+            )
 
     def positions_for(self, spans: Spans) -> str | None:
         """What the model takes for positions of a padded batch where none are given: a rule of ``hf_facts``, or

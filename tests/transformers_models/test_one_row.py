@@ -56,3 +56,31 @@ def test_a_decoders_own_mask_is_looked_at_each_time(in_batch: bool) -> None:
                 got = rows_of(model(**given))
             assert arch.difference(got[0], rows_of(eager(**given))[0]) <= arch.TOLERANCE, seed
     assert fgc.report(model).fallbacks == {fgc.Reason.MASK: 1}
+
+
+@pytest.mark.parametrize("ids_first", [False, True])
+@pytest.mark.parametrize(("mapping", "name", "replays"), [("masked", "esm", 2), ("masked", "roberta", 4)])
+def test_ids_and_embeddings_may_mean_other_positions(mapping: str, name: str, replays: int, ids_first: bool) -> None:
+    # ESM counts ids that are no padding, from past its id, and embeddings from zero.
+    with arch.quiet():
+        model = arch.build(arch.Result(mapping, name))
+    eager = copy.deepcopy(model)
+    fgc.compile(model, **arch.OPTIONS)
+    ids = tokens_of((7,), "dense", 0)
+    embeds = {"inputs_embeds": eager.get_input_embeddings()(ids["input_ids"]).detach()}
+    for given in [ids, embeds, ids, embeds] if ids_first else [embeds, ids, embeds, ids]:
+        with torch.no_grad():
+            assert arch.difference(rows_of(model(**given))[0], rows_of(eager(**given))[0]) <= arch.TOLERANCE
+    assert sum(fgc.report(model).replays.values()) == replays
+
+
+def test_arguments_may_be_named_in_any_order() -> None:
+    with arch.quiet():
+        model = arch.build(arch.Result("base", "bart"))
+    eager = copy.deepcopy(model)
+    fgc.compile(model, **arch.OPTIONS)
+    ids, decoder_ids = (tokens_of((n,), "dense", n)["input_ids"] for n in (7, 4))
+    for given in ({"decoder_input_ids": decoder_ids, "input_ids": ids}, {"decoder_input_ids": ids, "input_ids": ids}):
+        with torch.no_grad():
+            got, want = (rows_of(m(**given, use_cache=False)) for m in (model, eager))
+        assert arch.difference(got[0], want[0]) <= arch.TOLERANCE
