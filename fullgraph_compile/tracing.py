@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,18 @@ class _First:
         """Let go of all; there was a first call."""
         self.graph, self.args, self.results, self.failed, self.codes, self.ran = None, (), (), None, set(), True
         self.written = None
+
+
+@contextmanager
+def untold() -> Iterator[None]:
+    """Within it torch does not print what it raises as well where a guard cannot be made: the report has the reason."""
+    logger = logging.getLogger("torch._guards")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _Graphs(list[Any]):
@@ -204,7 +217,7 @@ class Tracer:
         sizes = symbolic_config.patch(backed_size_oblivious=oblivious)  # type: ignore[attr-defined]
         # A trace makes objects by the million, and hardly any garbage: collecting would take a fifth of its time.
         quiet = collector_off(collect=False)
-        with self.modes(), sizes, torch._dynamo.config.patch(_GUARDS), quiet, shown:
+        with self.modes(), sizes, torch._dynamo.config.patch(_GUARDS), quiet, untold(), shown:
             shown.enter_context(phase("tracing", show=self.options.show_progress))
             try:
                 result = traced(module, marked)

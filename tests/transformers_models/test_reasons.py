@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
+from tests.transformers_models import architectures as arch
 from tests.transformers_models.whole import OPTIONS, call, close, fallbacks, padded, pair, replays, rows_equal, tiny
 
 
@@ -173,3 +175,15 @@ def test_an_error_of_the_callers_own_call_comes_alone() -> None:
         model(input_ids=padded([9])["input_ids"][0])
     assert raised.value.__context__ is None
     assert "one packed row is input_ids[None]" in fgc.report(model).details[Reason.ARGUMENTS]
+
+
+def test_what_cannot_be_traced_is_told_once_and_not_by_torch_too(caplog: pytest.LogCaptureFixture) -> None:
+    with arch.quiet():
+        model = arch.build(arch.Result("base", "canine"))
+    fgc.compile(model, **arch.OPTIONS)
+    ids = torch.randint(4, 60, (1, 17))
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            model(input_ids=ids)
+    assert not fgc.report(model).replays
+    assert [r.name for r in caplog.records if r.levelno >= logging.WARNING] == ["fullgraph_compile"]
