@@ -122,9 +122,12 @@ def comparisons(results: dict[str, Any]) -> list[str]:
     complete = {n for n, r in results.items() if "answers" in r}
     if not {"full", "disabled"} <= complete:
         return []
+    asked: list[tuple[str, ...]] = [("",)]
+    if all(results[name].get("more_answers") for name in complete):
+        asked.append(("", "more_"))
     return [
         compare(results, name, head, parts)
-        for parts in [("",), ("", "more_")][: 2 if all(results[n].get("more_answers") for n in complete) else 1]
+        for parts in asked
         for name in results
         if name.startswith("ours") and name in complete
         for head in HEADS

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fullgraph_compile.views import Views
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
@@ -35,42 +36,19 @@ def counted(starts: Sequence[int], ends: Sequence[int]) -> np.ndarray:
     return np.frombuffer(bytearray().join(ranges), dtype=np.int64)
 
 
-class _Counting(NamedTuple):
-    """0, 1, 2 ... on a device.
-
-    Attributes:
-        numbers: ``[1, N]`` int64.
-        version: what torch counted of its changes when it was made.
-        first: views of the first so many: one costs as much as a small copy.
-    """
-
-    numbers: Tensor
-    version: int
-    first: dict[int, Tensor]
-
-
-_made: dict[torch.device, _Counting] = {}
-_MOST_VIEWS = 4096
+# With the version that each had when it was made.
+_made: dict[torch.device, tuple[Views, int]] = {}
 
 
 def counting(tokens: int, device: torch.device) -> Tensor:
     """0, 1, 2 ...: ``[1, tokens]`` int64, a view of what all calls on the device share, so nothing may write to it."""
-    made = _made.get(device)
-    if made is None or made.numbers.shape[1] < tokens or made.numbers._version != made.version:
+    made, version = _made.get(device, (None, 0))
+    if made is None or made.tensor.shape[1] < tokens or made.tensor._version != version:
         with torch.inference_mode(False):
-            numbers = torch.arange(max(1024, 2 * tokens), device=device)[None]
+            made = Views(torch.arange(max(1024, 2 * tokens), device=device)[None])
         if device.type == "cuda":
             # Calls on other streams read it too, and may still read the one that it takes the place of.
             torch.cuda.synchronize(device)
-        made = _Counting(numbers, numbers._version, {})
-        if type(numbers) is Tensor:  # not one of a mode that the caller is in
-            _made[device] = made
-    first = made.first.get(tokens)
-    if first is None:
-        with torch.inference_mode(False):
-            first = made.numbers.narrow(1, 0, tokens)
-        if type(first) is Tensor:
-            if len(made.first) >= _MOST_VIEWS:
-                made.first.clear()
-            made.first[tokens] = first
-    return first
+        if type(made.tensor) is Tensor:  # not one of a mode that the caller is in
+            _made[device] = made, made.tensor._version
+    return made.first(tokens)

@@ -9,24 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-class Lengths:
-    """The first words of a block, of a few lengths that come again and again: a view costs as much as a small copy.
-
-    Args:
-        block: one-dimensional.
-    """
-
-    def __init__(self, block: Tensor) -> None:
-        self.block = block
-        self._views: dict[int, Tensor] = {}
-
-    def first(self, words: int) -> Tensor:
-        """The first ``words`` of the block."""
-        view = self._views.get(words)
-        if view is None:
-            view = self._views[words] = self.block[:words]
-        return view
+from fullgraph_compile.views import Views
 
 
 class PinnedBlock:
@@ -40,9 +23,9 @@ class PinnedBlock:
         self.bytes = memory
 
     @cached_property
-    def words(self) -> Lengths:
+    def words(self) -> Views:
         """The same as int32."""
-        return Lengths(self.bytes.view(torch.int32))
+        return Views(self.bytes.view(torch.int32))
 
     @cached_property
     def array(self) -> np.ndarray:

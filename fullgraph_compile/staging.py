@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
-from fullgraph_compile.pinned import Lengths, WordCopier
+from fullgraph_compile.pinned import WordCopier
+from fullgraph_compile.views import Views
 
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
@@ -192,11 +193,11 @@ class StaticBuffers:
         self._copier = WordCopier(device)
         self._copier.reserve(size)
         self._dirty = 0  # rows of the page table that hold what the last call staged
-        self._buckets: dict[int, tuple[_Layout, Lengths, StaticBatch]] = {}
+        self._buckets: dict[int, tuple[_Layout, Views, StaticBatch]] = {}
         for layout in layouts:
             block = self._block[head - layout.head :]
             static = _static(layout, block, max(2, layout.tokens), cache)
-            self._buckets[layout.tokens] = (layout, Lengths(block), static)
+            self._buckets[layout.tokens] = (layout, Views(block), static)
 
     def of(self, tokens: int) -> StaticBatch:
         """The metadata of bucket ``tokens``."""

@@ -199,15 +199,9 @@ class TransformersModule(PlainModule):
         if len(leads) != 1 or leads[0] in self._means_the_same:
             return
         (lead,) = leads
-        if self.facts is not None:
-            try:
-                found = self._facts_of(lead, given[lead])
-            except NotServed:
-                found = None
-            self._means_the_same[lead] = found is not None and found.alike == self.facts.alike
-            return
         with self._lock:
             if self.facts is not None:
+                self._means_the_same[lead] = self._asked_alike(lead, given[lead], self.facts)
                 return
             facts = self._facts_of(lead, given[lead])
             if not issubclass(facts.output, dict) and not getattr(self.module.config, "return_dict", True):
@@ -216,6 +210,13 @@ class TransformersModule(PlainModule):
             self._paddings = hf_facts.padding_places(self.module) if facts.paddings else []
             self.facts, self._means_the_same[lead] = facts, True
 
+    def _asked_alike(self, lead: str, tokens: Tensor, facts: Facts) -> bool:
+        """Whether the model means the same by calls of this kind as by those that it was asked by first."""
+        try:
+            return self._facts_of(lead, tokens).alike == facts.alike
+        except NotServed:
+            return False
+
     def _facts_of(self, lead: str, tokens: Tensor) -> Facts:
         """What it means by a call of ids, or of embeddings.
 
@@ -223,7 +224,7 @@ class TransformersModule(PlainModule):
             NotServed: it cannot be asked.
         """
         asks = f"{self.name} cannot be asked what it means by a call: one of {REAL} tokens of {lead} alone"
-        with self._lock, torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS, asks), aside(tokens.device):
+        with torch.no_grad(), no_active_batch(), refusing(Reason.ARGUMENTS, asks), aside(tokens.device):
             return hf_facts.learn(self.module, self._asked, self.names, lead, tokens)
 
     def check_lead(self, lead: str) -> None:
