@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fullgraph_compile.host_values import counted, counting, to_device
+from fullgraph_compile.host_values import counted, counting, ranges, to_device
 
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
@@ -127,14 +127,14 @@ class PrefillBatch:
         if self.requests == 1:
             # A copy on the device: to pin memory for one from the host takes longer, and this is before the launch.
             return counting(self.longest, self.device)[0, self.cached_tokens[0] :].clone()
-        return to_device(self.host_positions.copy(), self.device)  # the caller may write to them
+        return ranges(self.cached_tokens, self.lengths, self.device)[0]  # the caller may write to them
 
     @cached_property
     def row_of_positions(self) -> Tensor:
         """The positions as a packed call takes them: ``[1, T]``; nothing may write to it."""
         if self.requests == 1 and not self.cached_tokens[0]:
             return counting(self.tokens, self.device)
-        return to_device(self.host_positions, self.device)[None]
+        return ranges(self.cached_tokens, self.lengths, self.device)
 
     @cached_property
     def host_positions(self) -> np.ndarray:

@@ -135,7 +135,9 @@ class CapturedGraph:
             if tail_alone is not None:
                 return self._tails(self._rows_of_requests(rows, args, batch, tail_alone), batch, tail_alone)
             if self._passes and decision.route is Route.GRAPH:
-                return [runner.owned(rows[i]) if owned else rows[i] for i in self._passes]
+                # They are memory that the next call overwrites.
+                copied = owned and runner.clone_outputs
+                return [rows[i].clone() if copied else rows[i] for i in self._passes]
             results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
             if not owned:
                 return tuple(results)

@@ -23,13 +23,19 @@ class ClassFunctions:
     Args:
         module: what was traced; the classes are those of its parts.
         traced: code of the functions that went into the trace.
+
+    Attributes:
+        classes: those that are looked at.
     """
 
     def __init__(self, module: nn.Module, traced: set[types.CodeType]) -> None:
         found: dict[tuple[type, str], Any] = {}
+        self.classes: list[type] = []
         for part in dict.fromkeys(type(m) for m in module.modules()):
             # As an instance has it, inherited or not, and as each class has it, for those that call ``super()``.
-            for owner in part.__mro__[: part.__mro__.index(nn.Module)]:
+            owners = part.__mro__[: part.__mro__.index(nn.Module)]
+            self.classes += owners
+            for owner in owners:
                 for name, value in vars(owner).items():
                     if not traced.isdisjoint(_codes(value)):
                         found[owner, name] = value

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fullgraph_compile.watching import attributes_of, contents_of
+from fullgraph_compile.fields import attributes_of, contents_of
 
 DICTS = (dict, OrderedDict)
 # Packages whose modules' globals do not change from call to call, as a script's own may.

@@ -42,6 +42,10 @@ _made: dict[torch.device, tuple[Views, int]] = {}
 
 def counting(tokens: int, device: torch.device) -> Tensor:
     """0, 1, 2 ...: ``[1, tokens]`` int64, a view of what all calls on the device share, so nothing may write to it."""
+    return _counting(tokens, device).first(tokens)
+
+
+def _counting(tokens: int, device: torch.device) -> Views:
     made, version = _made.get(device, (None, 0))
     if made is None or made.tensor.shape[1] < tokens or made.tensor._version != version:
         with torch.inference_mode(False):
@@ -51,4 +55,25 @@ def counting(tokens: int, device: torch.device) -> Tensor:
             torch.cuda.synchronize(device)
         if type(made.tensor) is Tensor:  # not one of a mode that the caller is in
             _made[device] = made, made.tensor._version
-    return made.first(tokens)
+    return made
+
+
+# More than these are put together on the host: each costs a step there.
+_MOST_RANGES = 64
+
+
+def ranges(starts: Sequence[int], ends: Sequence[int], device: torch.device) -> Tensor:
+    """What ``counted`` gives, on a device: ``[1, T]`` int64, the caller's own.
+
+    Put together there of what all calls share: memory that is pinned for a copy from the host takes longer.
+    """
+    if len(starts) > _MOST_RANGES:
+        return to_device(counted(starts, ends), device)[None]
+    made = _counting(max(ends), device)
+    return torch.cat(
+        [
+            made.tensor.narrow(-1, start, end - start) if start else made.first(end)
+            for start, end in zip(starts, ends, strict=True)
+        ],
+        -1,
+    )

@@ -73,6 +73,7 @@ class StandingGuards:
         module: what they call ``L['module']``.
         own_globals: what they call ``G``.
         more: other dicts to watch.
+        classes: other classes to watch.
         switching: within it, the module is as it was traced.
         switched: dicts in which it puts something else for its time, and which are as they were whenever this is asked:
             they are compared.
@@ -92,9 +93,11 @@ class StandingGuards:
         module: nn.Module,
         own_globals: dict[str, Any],
         more: list[dict[str, Any]],
+        classes: Sequence[type] = (),
         switching: Callable[[], AbstractContextManager[None]] = nullcontext,
         switched: Sequence[dict[str, Any]] = (),
     ) -> None:
+        self._classes = list(classes)
         self._switched = list(switched)
         self._globals = own_globals
         # How each watched dict and module is found: from which found before, by which key; and its type.
@@ -151,7 +154,7 @@ class StandingGuards:
         compared: list[Any] = [*self._switched, *(vars(v) for v in objects if not isinstance(v, nn.Module))]
         compared += [v for v in found if type(v) is list]
         looked_through = set(map(id, compared))
-        classes = [cls for v in found if isinstance(v, type) for cls in v.__mro__]
+        classes = [*self._classes, *(cls for v in found if isinstance(v, type) for cls in v.__mro__)]
         classes += [cls for v in objects if all_known(v) for cls in type(v).__mro__]
         self.watch = Watch(
             [*more, *(d for v in found if (d := dict_of(v)) is not None and id(d) not in looked_through)],

@@ -93,5 +93,5 @@ def written_attributes() -> list[Written] | None:
 
 
 def keep_guard(guards: Sequence[Any]) -> list[bool]:
-    """Filter for Dynamo: all guards but those on parameters."""
-    return [not isinstance(g.value, nn.Parameter) for g in guards]
+    """Filter for Dynamo: all guards but those on parameters, and on what is done with tensors that a backward needs."""
+    return [not isinstance(g.value, nn.Parameter) and g.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS" for g in guards]

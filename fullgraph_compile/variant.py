@@ -253,7 +253,9 @@ class Variant:
         try:
             root = entry.guard_manager.root
             switching, switched = integration.attention, integration.switched
-            self.standing = StandingGuards(root, module, own_globals, self._slots(), switching, switched)
+            # A function that is replaced shows in its class.
+            classes = [] if self.functions is None else self.functions.classes
+            self.standing = StandingGuards(root, module, own_globals, self._slots(), classes, switching, switched)
         except Exception as error:  # Dynamo's guards are nobody's interface
             log.debug("changes of %s cannot be watched: %s", type(module).__name__, error)
             return
@@ -273,8 +275,6 @@ class Variant:
 
     def still_holds(self) -> bool:
         """Asks the guards that ``stands`` leaves out."""
-        if self.functions is not None and not self.functions.same():
-            return False
         return self.standing is not None and bool(self.standing.rest.check(self._locals))
 
     def changed(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fullgraph_compile.words import Words, word
+from fullgraph_compile.words import Words, places
 
 
 class WeightMemory:
@@ -84,10 +84,10 @@ def _layout() -> tuple[int, int, int, int] | None:
     for sample in samples:
         storage = sample.untyped_storage()
         here = [
-            _places(id(sample), _OF_OBJECT, sample._cdata),
-            _places(sample._cdata, _OF_TENSOR, storage._cdata),
-            _places(sample._cdata, _OF_TENSOR, int(sample.storage_offset())),
-            _places(storage._cdata, _OF_STORAGE, storage.data_ptr()),
+            places(id(sample), _OF_OBJECT, sample._cdata),
+            places(sample._cdata, _OF_TENSOR, storage._cdata),
+            places(sample._cdata, _OF_TENSOR, int(sample.storage_offset())),
+            places(storage._cdata, _OF_STORAGE, storage.data_ptr()),
         ]
         found = [a & b for a, b in zip(found, here, strict=True)] if found else here
     if not all(found):
@@ -95,10 +95,6 @@ def _layout() -> tuple[int, int, int, int] | None:
     # A storage on a CPU has its memory twice: what is read, and what is set free.
     to_tensor, to_storage, to_offset, to_memory = map(min, found)
     return to_tensor, to_storage, to_offset, to_memory
-
-
-def _places(start: int, size: int, value: int) -> set[int]:
-    return {at for at in range(0, size, 8) if word(start + at) == value}
 
 
 def _works() -> bool:

@@ -26,20 +26,27 @@ class Words:
         span: Any = (ctypes.c_uint64 * ((last - first) // 8 + 1)).from_address(first)
         self._memory = np.frombuffer(span, dtype=np.uint64) if len(places) else np.zeros(0, dtype=np.uint64)
         self._places = (places - first) // 8
-        self._then = self._read()
+        self._then = b""
+        self.again()
 
     def __len__(self) -> int:
         return len(self._places)
 
     def same(self) -> bool:
         """Whether each is what it was."""
-        return self._read() == self._then
-
-    def _read(self) -> bytes:
         # As bytes they are compared by one memcmp; "wrap" looks at no bounds, which were looked at once.
-        return self._memory.take(self._places, mode="wrap").tobytes() if len(self._places) else b""
+        return self._memory.take(self._places, mode="wrap").tobytes() == self._then
+
+    def again(self) -> None:
+        """From now on what each is now."""
+        self._then = self._memory.take(self._places, mode="wrap").tobytes()
 
 
 def word(address: int) -> int:
     """One word."""
     return ctypes.c_uint64.from_address(address).value
+
+
+def places(start: int, size: int, value: int) -> set[int]:
+    """Where from ``start`` on, in bytes, a word of ``size`` bytes of memory is ``value``."""
+    return {at for at in range(0, size, 8) if word(start + at) == value}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fullgraph_compile import PagedKVCache, PrefillBatch
 from fullgraph_compile.batch import StaticBatch, active_batch
+from fullgraph_compile.host_values import counted, ranges
 from fullgraph_compile.staging import ExactBuffers, Poison, StaticBuffers
 
 CPU = torch.device("cpu")
@@ -118,3 +119,22 @@ def test_what_is_written_to_the_positions_that_a_caller_has_is_the_callers_own(l
     want = batch.host_positions.tolist()
     batch.position_ids.add_(2)
     assert batch.host_positions.tolist() == batch.row_of_positions[0].tolist() == want
+
+
+@pytest.mark.parametrize("requests", [1, 3, 200])
+def test_positions_made_on_the_device_are_those_of_the_host(requests: int) -> None:
+    starts = [3 * (i % 2) for i in range(requests)]
+    ends = [start + i % 4 for i, start in enumerate(starts)]
+    made = ranges(starts, ends, torch.device("cpu"))
+    assert made.dtype is torch.int64 and made.shape[0] == 1
+    want = [n for start, end in zip(starts, ends, strict=True) for n in range(start, end)]
+    assert made[0].tolist() == counted(starts, ends).tolist() == want
+    made.zero_()  # nobody else's
+    assert ranges(starts, ends, torch.device("cpu"))[0].tolist() == counted(starts, ends).tolist()
+
+
+def test_positions_of_more_tokens_than_were_counted_before() -> None:
+    for lengths in ([3, 4], [5000, 2], [20000]):
+        assert PrefillBatch(lengths, device="cpu").row_of_positions[0].tolist() == [
+            i for n in lengths for i in range(n)
+        ]

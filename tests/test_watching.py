@@ -120,6 +120,27 @@ def test_other_defaults_of_a_function_are_seen() -> None:
     assert not watched.same()
 
 
+def test_other_code_of_a_function_is_seen() -> None:
+    def function() -> int:
+        return 1
+
+    watched = Watch([], functions=[function])
+    assert watched.same()
+    before, function.__code__ = function.__code__, (lambda: 2).__code__
+    assert not watched.same()
+    function.__code__ = before
+    assert watched.same()
+
+
+def test_another_base_or_attribute_of_a_class_is_seen() -> None:
+    kind, other = (type(name, (Part,), {"number": 1}) for name in ("Kind", "Other"))
+    for name, value in (("__bases__", (other,)), ("number", 2), ("added", 3)):
+        watched = Watch([], classes=[kind])
+        assert watched.same()
+        setattr(kind, name, value)
+        assert not watched.same()
+
+
 def test_other_names_are_seen() -> None:
     def function() -> None: ...
 
