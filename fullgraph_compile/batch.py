@@ -124,17 +124,14 @@ class PrefillBatch:
     @cached_property
     def position_ids(self) -> Tensor:
         """Position of each row within its request, cached tokens counted: ``[T]`` int64 on ``device``."""
-        if self.requests == 1:
-            # A copy on the device: to pin memory for one from the host takes longer, and this is before the launch.
-            return counting(self.longest, self.device)[0, self.cached_tokens[0] :].clone()
-        return ranges(self.cached_tokens, self.lengths, self.device)[0]  # the caller may write to them
+        return ranges(self.cached_tokens, self.lengths, self.device)
 
     @cached_property
     def row_of_positions(self) -> Tensor:
         """The positions as a packed call takes them: ``[1, T]``; nothing may write to it."""
         if self.requests == 1 and not self.cached_tokens[0]:
             return counting(self.tokens, self.device)
-        return ranges(self.cached_tokens, self.lengths, self.device)
+        return ranges(self.cached_tokens, self.lengths, self.device)[None]
 
     @cached_property
     def host_positions(self) -> np.ndarray:

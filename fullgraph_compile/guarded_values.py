@@ -13,7 +13,7 @@ from fullgraph_compile.fields import attributes_of, contents_of
 
 DICTS = (dict, OrderedDict)
 # Packages whose modules' globals do not change from call to call, as a script's own may.
-_STEADY = {"torch", "transformers", "fullgraph_compile", "inspect"}
+_STEADY = {"torch", "transformers", "fullgraph_compile", "inspect", "collections"}
 # In the place of a value: it is not known, or may change unseen.
 UNKNOWN = object()
 # In the place of a key.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,25 +37,39 @@ def counted(starts: Sequence[int], ends: Sequence[int]) -> np.ndarray:
     return np.frombuffer(bytearray().join(ranges), dtype=np.int64)
 
 
-# With the version that each had when it was made.
-_made: dict[torch.device, tuple[Views, int]] = {}
+class _Counted(NamedTuple):
+    """0, 1, 2 ... on a device.
+
+    Attributes:
+        flat: ``[N]`` int64.
+        row: the same memory as ``[1, N]``.
+        version: what ``flat`` had when it was made.
+    """
+
+    flat: Views
+    row: Views
+    version: int
+
+
+_made: dict[torch.device, _Counted] = {}
 
 
 def counting(tokens: int, device: torch.device) -> Tensor:
     """0, 1, 2 ...: ``[1, tokens]`` int64, a view of what all calls on the device share, so nothing may write to it."""
-    return _counting(tokens, device).first(tokens)
+    return _counting(tokens, device).row.first(tokens)
 
 
-def _counting(tokens: int, device: torch.device) -> Views:
-    made, version = _made.get(device, (None, 0))
-    if made is None or made.tensor.shape[1] < tokens or made.tensor._version != version:
+def _counting(tokens: int, device: torch.device) -> _Counted:
+    made = _made.get(device)
+    if made is None or len(made.flat.tensor) < tokens or made.flat.tensor._version != made.version:
         with torch.inference_mode(False):
-            made = Views(torch.arange(max(1024, 2 * tokens), device=device)[None])
+            flat = torch.arange(max(1024, 2 * tokens), device=device)
+            made = _Counted(Views(flat), Views(flat[None]), flat._version)
         if device.type == "cuda":
             # Calls on other streams read it too, and may still read the one that it takes the place of.
             torch.cuda.synchronize(device)
-        if type(made.tensor) is Tensor:  # not one of a mode that the caller is in
-            _made[device] = made, made.tensor._version
+        if type(flat) is Tensor:  # not one of a mode that the caller is in
+            _made[device] = made
     return made
 
 
@@ -63,17 +78,12 @@ _MOST_RANGES = 64
 
 
 def ranges(starts: Sequence[int], ends: Sequence[int], device: torch.device) -> Tensor:
-    """What ``counted`` gives, on a device: ``[1, T]`` int64, the caller's own.
+    """What ``counted`` gives, on a device: ``[T]`` int64, the caller's own.
 
     Put together there of what all calls share: memory that is pinned for a copy from the host takes longer.
     """
     if len(starts) > _MOST_RANGES:
-        return to_device(counted(starts, ends), device)[None]
-    made = _counting(max(ends), device)
-    return torch.cat(
-        [
-            made.tensor.narrow(-1, start, end - start) if start else made.first(end)
-            for start, end in zip(starts, ends, strict=True)
-        ],
-        -1,
-    )
+        return to_device(counted(starts, ends), device)
+    made = _counting(max(ends), device).flat
+    parts = zip(starts, ends, strict=True)
+    return torch.cat([made.tensor[start:end] if start else made.first(end) for start, end in parts])

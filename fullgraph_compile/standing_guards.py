@@ -36,10 +36,14 @@ dynamo: Any = _dynamo.guards
 
 # Guards on which object it is: one object, or the same as elsewhere.
 _OF_IDENTITY = (dynamo.ID_MATCH, dynamo.OBJECT_ALIASING)
+# Guards on what it is an instance of, besides.
+_OF_THE_CLASS = (*_OF_IDENTITY, dynamo.TYPE_MATCH, dynamo.NOT_NONE)
+# The flag of such classes, by which objects may be given another one.
+_WRITTEN_IN_PYTHON = 1 << 9
 # Guards that read nothing but the value, or the dict, that they are on.
 _OF_THE_VALUE = (
     *_OF_IDENTITY, dynamo.TYPE_MATCH, dynamo.EQUALS_MATCH, dynamo.NONE_MATCH, dynamo.NOT_NONE, dynamo.TRUE_MATCH,
-    dynamo.FALSE_MATCH, dynamo.DICT_LENGTH, dynamo.DICT_CONTAINS, dynamo.LENGTH_CHECK,
+    dynamo.FALSE_MATCH, dynamo.DICT_LENGTH, dynamo.DICT_CONTAINS, dynamo.LENGTH_CHECK, dynamo.SET_CONTAINS,
 )  # fmt: skip
 # What may be on the way to something that is guarded.
 _WATCHED = (*DICTS, list, tuple, property, types.FunctionType, types.CellType)
@@ -261,7 +265,13 @@ def _key(accessor: Any, value: Any) -> Any:
 
 def _stays(node: Any, value: Any) -> bool:
     """Whether a value that nothing is read of is the same as long as it is the same object."""
-    return node.is_guarded_value_immutable() or isinstance(value, (type, types.CodeType, torch.dtype))
+    if node.is_guarded_value_immutable() or isinstance(value, (type, types.CodeType, torch.dtype)):
+        return True
+    if type(value) is frozenset and all(type(item) is str for item in value):
+        return True
+    # Of an object of a class that is not written in Python the class at least stays.
+    of_class = all(isinstance(guard, _OF_THE_CLASS) for guard in node.get_leaf_guards())
+    return of_class and not type(value).__flags__ & _WRITTEN_IN_PYTHON
 
 
 def _described(node: Any, base: str) -> Any:

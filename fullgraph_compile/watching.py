@@ -55,11 +55,11 @@ class Watch:
         compared = list(compared)
         self._lists = [(c, list(c)) for c in compared if isinstance(c, list)]
         self._dicts = [(c, list(c), list(c.values())) for c in compared if isinstance(c, dict)]
-        self._states = self._of_dicts()
         own = [vars(o) for o in objects]
         self._alive = [*objects, *own, *dicts, *map(attributes_of, classes)]
-        looked_through = {id(c) for c, _, _ in self._dicts}
-        words = {id(d) + _VERSION for d in self._alive[len(objects) :] if id(d) not in looked_through}
+        # As long as they are in these states, they need not be looked through.
+        states = {id(c) + _VERSION for c, _, _ in self._dicts}
+        words = {id(d) + _VERSION for d in self._alive[len(objects) :]} - states
         for obj, attributes in zip(objects, own, strict=True):
             at = id(obj) + (_MANAGED_DICT if type(obj).__dictoffset__ < 0 else type(obj).__dictoffset__)
             if word(at) != id(attributes) or word(id(obj) + _TYPE) != id(type(obj)):
@@ -70,30 +70,30 @@ class Watch:
             for owner in owners:
                 words.add(field.place(owner))
                 self._alive += (owner, *field.held(owner))
-        self._words = Words(words)
+        self._words, self._without_states = Words(words | states), Words(words)
 
     def same(self) -> bool:
         """Whether nothing has changed."""
         if not self._words.same():
-            return False
+            if not self._without_states.same() or not self._same_dicts():
+                return False
+            self._words.again()  # what was changed was changed back
         named, names = self._names
         if not all(map(operator.is_, map(_name_of, named), names)):
             return False
         for items, before in self._lists:
             if len(items) != len(before) or not all(map(operator.is_, items, before)):
                 return False
-        if not self._states.same():
-            for now, keys, values in self._dicts:
-                if len(now) != len(keys) or not all(map(operator.is_, now.values(), values)):
-                    return False
-                if not all(map(operator.is_, now, keys)):
-                    return False
-            self._states.again()  # what was changed was changed back
         return True
 
-    def _of_dicts(self) -> Words:
-        """The states of the dicts that are compared: as long as they are in these, they need not be looked through."""
-        return Words(id(d) + _VERSION for d, _, _ in self._dicts)
+    def _same_dicts(self) -> bool:
+        """Whether those that are compared hold what they held, in the same order."""
+        for now, keys, values in self._dicts:
+            if len(now) != len(keys) or not all(map(operator.is_, now.values(), values)):
+                return False
+            if not all(map(operator.is_, now, keys)):
+                return False
+        return True
 
 
 _name_of = operator.attrgetter("__name__")

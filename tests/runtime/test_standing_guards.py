@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fullgraph_compile as fgc
 from fullgraph_compile.compiled_body import compiled_body
 from fullgraph_compile.variant import Variant
 from fullgraph_compile.watching import WORKS
@@ -134,6 +135,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook": lambda m: last(m).register_forward_hook(lambda _m, _a, out: out + 1),
     "a hook past its method": lambda m: last(m)._forward_hooks.update({77: lambda _m, _a, out: out * 2}),
     "a pre-hook": lambda m: m.layers[0].norm2.register_forward_pre_hook(lambda _m, args: (args[0] + 1,)),
+    "a hook with keyword arguments": lambda m: m.layers[0].norm1.register_forward_hook(
+        lambda _m, _args, _kwargs, out: out * 1.5, with_kwargs=True
+    ),
+    "a pre-hook with keyword arguments": lambda m: m.layers[1].norm1.register_forward_pre_hook(
+        lambda _m, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True
+    ),
     "a submodule": lambda m: setattr(m.layers[0], "mlp", nn.Tanh()),
 }
 
@@ -150,6 +157,20 @@ def test_a_change_of_the_module_is_followed_wherever_it_is() -> None:
         for n in (7, 5):
             got, want = run(body, n), run(eager, n)
             assert torch.allclose(got, want, rtol=1e-4, atol=1e-4), name
+
+
+def test_hooks_for_a_backward_change_nothing() -> None:
+    module = tiny("Llama", num_hidden_layers=2)
+    eager = copy.deepcopy(module)
+    body = ready("compile", module, buckets=[8], strict=True)
+    check(body, eager, 7, 5)
+    start, compiles = replays(body), fgc.report(body).compiles
+    for m in (body, eager):
+        m.layers[0].mlp.register_full_backward_hook(lambda *_: pytest.fail("called"))
+        m.layers[0].register_full_backward_pre_hook(lambda *_: pytest.fail("called"))
+        m.layers[1].mlp.register_backward_hook(lambda *_: pytest.fail("called"))
+    check(body, eager, 7, 5)
+    assert (replays(body), fgc.report(body).compiles) == (start + 2, compiles)
 
 
 def test_a_change_outside_of_the_module_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
