@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import types
 from collections.abc import Iterator
-from itertools import repeat
 from typing import Any
 
 from torch import nn
@@ -26,34 +24,42 @@ class ClassFunctions:
 
     Attributes:
         classes: those that are looked at.
+        functions: what is in them of what was traced through.
     """
 
     def __init__(self, module: nn.Module, traced: set[types.CodeType]) -> None:
-        found: dict[tuple[type, str], Any] = {}
-        self.classes: list[type] = []
-        for part in dict.fromkeys(type(m) for m in module.modules()):
-            # As an instance has it, inherited or not, and as each class has it, for those that call ``super()``.
-            owners = part.__mro__[: part.__mro__.index(nn.Module)]
-            self.classes += owners
-            for owner in owners:
-                for name, value in vars(owner).items():
-                    if not traced.isdisjoint(_codes(value)):
-                        found[owner, name] = value
-                        if isinstance(as_used := getattr(part, name), (types.FunctionType, property)):
-                            found[part, name] = as_used
-        self._owners = [owner for owner, _ in found]
-        self._names = [name for _, name in found]
-        self._functions = list(found.values())
+        self.classes = list(dict.fromkeys(c for m in module.modules() for c in type(m).__mro__ if c is not object))
+        # As each class has it, for those that call ``super()`` ...
+        self._held: list[tuple[type, str, Any]] = []
+        self.functions: list[types.FunctionType] = []
+        for owner in self.classes:
+            for name, value in vars(owner).items():
+                found = [function for function in _functions(value) if function.__code__ in traced]
+                if found:
+                    self._held.append((owner, name, value))
+                    self.functions += found
+        # ... and as an instance has it, inherited or not.
+        names = {name for _, name, _ in self._held}
+        parts = dict.fromkeys(type(m) for m in module.modules())
+        used = [(part, name, getattr(part, name, None)) for part in parts for name in names]
+        self._used = [held for held in used if isinstance(held[2], (types.FunctionType, property))]
+        self._written = [(f, f.__code__, f.__defaults__) for f in self.functions]
 
     def same(self) -> bool:
-        """Whether none was replaced."""
-        return all(map(operator.is_, map(getattr, self._owners, self._names, repeat(None)), self._functions))
+        """Whether none was replaced, or given other code or other defaults."""
+        return (
+            all(vars(owner).get(name) is value for owner, name, value in self._held)
+            and all(getattr(part, name, None) is value for part, name, value in self._used)
+            and all(f.__code__ is code and f.__defaults__ is defaults for f, code, defaults in self._written)
+        )
 
 
-def _codes(value: Any) -> Iterator[types.CodeType]:
-    """Code of a function, of what it wraps, and of a property."""
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """The function that an attribute of a class is, or has, and what it wraps."""
     if isinstance(value, property):
         value = value.fget
+    elif isinstance(value, (classmethod, staticmethod)):
+        value = value.__func__
     while isinstance(value, types.FunctionType):
-        yield value.__code__
+        yield value
         value = getattr(value, "__wrapped__", None)

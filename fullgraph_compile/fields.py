@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import sysconfig
 from typing import Any, NamedTuple
 
 from fullgraph_compile.words import places, word
@@ -11,7 +12,9 @@ from fullgraph_compile.words import places, word
 READABLE = (
     sys.implementation.name == "cpython"
     and sys.maxsize > 2**32
-    and not hasattr(sys, "gettotalrefcount")  # a debug build lays objects out differently
+    # A debug build lays objects out differently, and so does one without the global lock.
+    and not hasattr(sys, "gettotalrefcount")
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
 )
 """Whether the memory of an object is known to be laid out as it is looked for here."""
 

@@ -82,7 +82,7 @@ def ranges(starts: Sequence[int], ends: Sequence[int], device: torch.device) -> 
 
     Put together there of what all calls share: memory that is pinned for a copy from the host takes longer.
     """
-    if len(starts) > _MOST_RANGES:
+    if len(starts) > _MOST_RANGES or torch._C._len_torch_dispatch_stack():  # under a mode tensors may be others
         return to_device(counted(starts, ends), device)
     made = _counting(max(ends), device).flat
     parts = zip(starts, ends, strict=True)

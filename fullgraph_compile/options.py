@@ -170,13 +170,11 @@ class Options:
         return cls(**options, given=frozenset(options))
 
 
-# What ``os.environ`` keeps, where it is known how: asked at each call, its own way takes four steps in Python.
-_KEPT = getattr(os.environ, "_data", None) if os.name == "posix" else None
-
-
 def disabled() -> bool:
     """Whether ``FULLGRAPH_COMPILE_DISABLE`` turns the package into a plain call."""
-    if _KEPT is not None and b"FULLGRAPH_COMPILE_DISABLE" not in _KEPT:
+    # Asked at each call: where it is known how ``os.environ`` keeps it, its own four steps in Python are not taken.
+    kept = getattr(os.environ, "_data", None) if os.name == "posix" else None
+    if kept is not None and b"FULLGRAPH_COMPILE_DISABLE" not in kept:
         return False
     return os.environ.get("FULLGRAPH_COMPILE_DISABLE", "") not in ("", "0")
 

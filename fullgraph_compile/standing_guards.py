@@ -77,7 +77,7 @@ class StandingGuards:
         module: what they call ``L['module']``.
         own_globals: what they call ``G``.
         more: other dicts to watch.
-        classes: other classes to watch.
+        classes, functions: others to watch.
         switching: within it, the module is as it was traced.
         switched: dicts in which it puts something else for its time, and which are as they were whenever this is asked:
             they are compared.
@@ -98,10 +98,11 @@ class StandingGuards:
         own_globals: dict[str, Any],
         more: list[dict[str, Any]],
         classes: Sequence[type] = (),
+        functions: Sequence[types.FunctionType] = (),
         switching: Callable[[], AbstractContextManager[None]] = nullcontext,
         switched: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self._classes = list(classes)
+        self._classes, self._functions = list(classes), list(functions)
         self._switched = list(switched)
         self._globals = own_globals
         # How each watched dict and module is found: from which found before, by which key; and its type.
@@ -164,7 +165,7 @@ class StandingGuards:
             [*more, *(d for v in found if (d := dict_of(v)) is not None and id(d) not in looked_through)],
             objects,
             compared,
-            [v for v in found if isinstance(v, types.FunctionType)],
+            [*self._functions, *(v for v in found if isinstance(v, types.FunctionType))],
             list(dict.fromkeys(classes)),
             [v for v in found if type(v) is types.CellType],
             [self._found[at] for at in sorted(self._named)],
@@ -183,7 +184,9 @@ class StandingGuards:
         Returns:
             Whether anything must be asked.
         """
-        if type(value) is not node.get_type_of_guarded_value():
+        kind = node.get_type_of_guarded_value()
+        # On Python 3.13 Dynamo looks at the attributes of an object without a dict of them.
+        if type(value) is not kind and not (key is ATTRIBUTES and kind is type(None)):
             value = UNKNOWN
         at = len(self._found)
         guards, leads_on = node.get_leaf_guards(), bool(node.get_child_managers())

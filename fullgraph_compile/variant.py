@@ -48,6 +48,7 @@ class Variant:
         sizes: placeholders that are the token count.
         names: placeholder -> name of the call argument.
         owners: placeholder -> where the weight hangs.
+        tied: where else one hangs, and its placeholder.
         parts: where each submodule hangs.
         numbers: for the numbers of a call, whether the trace is for them.
         functions: what the trace went through of the classes of the module's parts.
@@ -73,6 +74,7 @@ class Variant:
     sizes: list[int] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     owners: dict[int, Owner] = field(default_factory=dict)
+    tied: list[tuple[Owner, int]] = field(default_factory=list)
     result: Result | None = None
     numbers: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     parts: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
@@ -110,7 +112,9 @@ class Variant:
         ]
         self.numbers[tuple(self._numbers.values())] = True
         names = {id(v): k for k, v in self.sample.items() if isinstance(v, Tensor)}
-        owners = {id(t): owner for owner, t in _weights(module)}
+        owners: dict[int, list[Owner]] = {}
+        for owner, weight in _weights(module):
+            owners.setdefault(id(weight), []).append(owner)
         inputs = self.graph.runner.inputs
         sizes = set(inputs.sizes)
         held: list[Any] = [None] * len(args)
@@ -120,7 +124,8 @@ class Variant:
             elif id(arg) in names:
                 self.names[i] = names[id(arg)]
             elif id(arg) in owners:
-                self.owners[i] = owners[id(arg)]
+                self.owners[i], *tied = owners[id(arg)]
+                self.tied += [(owner, i) for owner in tied]
                 held[i] = arg
             else:
                 return
@@ -187,7 +192,7 @@ class Variant:
         now = list(map(dict.get, *zip(*self.owners.values(), strict=True))) if self.owners else []
         held = [self.args[i] for i in self.owners]
         if all(map(operator.is_, now, held)):
-            return True
+            return self._still_tied(self.args)
         values = list(self.args)
         for i, new in zip(self.owners, now, strict=True):
             old = values[i]
@@ -195,6 +200,8 @@ class Variant:
                 if not isinstance(new, Tensor) or _form(new) != _form(old):
                     return False
                 values[i] = new
+        if not self._still_tied(values):
+            return False
         self.args = Arguments(values, self.graph.runner.inputs.weights)
         return True
 
@@ -203,7 +210,11 @@ class Variant:
         now = map(dict.get, *zip(*self.owners.values(), strict=True)) if self.owners else ()
         if not all(map(operator.is_, now, map(self.args.__getitem__, self.owners))):
             return True
-        return self._parts_replaced()
+        return not self._still_tied(self.args) or self._parts_replaced()
+
+    def _still_tied(self, values: Sequence[Any]) -> bool:
+        """Whether each weight hangs wherever it hung, given the values of the placeholders."""
+        return all(owner.slots.get(owner.name) is values[i] for owner, i in self.tied)
 
     def _parts_replaced(self) -> bool:
         slots, names, children = zip(*self.parts, strict=True) if self.parts else ((), (), ())
@@ -254,8 +265,11 @@ class Variant:
             root = entry.guard_manager.root
             switching, switched = integration.attention, integration.switched
             # A function that is replaced shows in its class.
-            classes = [] if self.functions is None else self.functions.classes
-            self.standing = StandingGuards(root, module, own_globals, self._slots(), classes, switching, switched)
+            known = self.functions
+            classes, functions = (known.classes, known.functions) if known is not None else ([], [])
+            self.standing = StandingGuards(
+                root, module, own_globals, self._slots(), classes, functions, switching, switched
+            )
         except Exception as error:  # Dynamo's guards are nobody's interface
             log.debug("changes of %s cannot be watched: %s", type(module).__name__, error)
             return

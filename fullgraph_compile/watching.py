@@ -14,6 +14,7 @@ from fullgraph_compile.words import Words, word
 # Where CPython keeps what is read here, in bytes from the address of the object.
 _TYPE = 8  # of any object: its type
 _VERSION = 24  # of a dict: a number that no other state of any dict has had (PEP 509)
+_VALUES = 40  # of a dict: its values, where they are apart from its keys
 _MANAGED_DICT = -24  # of an object: its ``__dict__``, from Python 3.11 on
 
 
@@ -56,10 +57,13 @@ class Watch:
         self._lists = [(c, list(c)) for c in compared if isinstance(c, list)]
         self._dicts = [(c, list(c), list(c.values())) for c in compared if isinstance(c, dict)]
         own = [vars(o) for o in objects]
+        if sys.version_info >= (3, 13):
+            for attributes in own:
+                _make_whole(attributes)
         self._alive = [*objects, *own, *dicts, *map(attributes_of, classes)]
         # As long as they are in these states, they need not be looked through.
-        states = {id(c) + _VERSION for c, _, _ in self._dicts}
-        words = {id(d) + _VERSION for d in self._alive[len(objects) :]} - states
+        self._states = {id(c) + _VERSION for c, _, _ in self._dicts}
+        words = {id(d) + _VERSION for d in self._alive[len(objects) :]} | self._states
         for obj, attributes in zip(objects, own, strict=True):
             at = id(obj) + (_MANAGED_DICT if type(obj).__dictoffset__ < 0 else type(obj).__dictoffset__)
             if word(at) != id(attributes) or word(id(obj) + _TYPE) != id(type(obj)):
@@ -70,14 +74,12 @@ class Watch:
             for owner in owners:
                 words.add(field.place(owner))
                 self._alive += (owner, *field.held(owner))
-        self._words, self._without_states = Words(words | states), Words(words)
+        self._words = Words(words)
 
     def same(self) -> bool:
         """Whether nothing has changed."""
-        if not self._words.same():
-            if not self._without_states.same() or not self._same_dicts():
-                return False
-            self._words.again()  # what was changed was changed back
+        if not self._words.same() and not self._changed_back():
+            return False
         named, names = self._names
         if not all(map(operator.is_, map(_name_of, named), names)):
             return False
@@ -86,17 +88,34 @@ class Watch:
                 return False
         return True
 
-    def _same_dicts(self) -> bool:
-        """Whether those that are compared hold what they held, in the same order."""
+    def _changed_back(self) -> bool:
+        """Whether only dicts that are compared have changed, and hold what they held, in the same order."""
+        read = self._words.read()
+        if not self._states.issuperset(self._words.others(read)):
+            return False
         for now, keys, values in self._dicts:
             if len(now) != len(keys) or not all(map(operator.is_, now.values(), values)):
                 return False
             if not all(map(operator.is_, now, keys)):
                 return False
+        # As they were before they were looked through: another thread may have changed one since.
+        self._words.then = read
         return True
 
 
 _name_of = operator.attrgetter("__name__")
+
+
+def _make_whole(attributes: dict[Any, Any]) -> None:
+    """Let a dict of attributes keep its own values.
+
+    From Python 3.13 on an object keeps them within itself, and to set one is no new state of the dict.  A key that is
+    no string has no place there.
+    """
+    if word(id(attributes) + _VALUES):
+        key = object()
+        attributes[key] = None
+        del attributes[key]
 
 
 class _Sample:
@@ -144,9 +163,8 @@ def _changes_of_fields() -> Iterator[Watch]:
 
 
 def _works() -> bool:
-    """Tries every kind of change: what is read is CPython's own business, and newer ones do without."""
-    # Newer ones keep no number of the state of a dict.
-    if not READABLE or sys.version_info >= (3, 13):
+    """Tries every kind of change: what is read is CPython's own business, and 3.14 keeps no state of a dict."""
+    if not READABLE:
         return False
     target = _Sample()
     target.number, target.inner = 1, OrderedDict()  # type: ignore[attr-defined]
@@ -167,4 +185,4 @@ def _works() -> bool:
 
 
 WORKS = _works()
-"""Whether changes can be watched on this Python: CPython 3.10 to 3.12."""
+"""Whether changes can be watched on this Python: CPython 3.10 to 3.13."""

@@ -16,6 +16,9 @@ class Words:
 
     Args:
         addresses: multiples of 8.
+
+    Attributes:
+        then: what they were, as ``read`` gives it.
     """
 
     def __init__(self, addresses: Iterable[int]) -> None:
@@ -26,20 +29,25 @@ class Words:
         span: Any = (ctypes.c_uint64 * ((last - first) // 8 + 1)).from_address(first)
         self._memory = np.frombuffer(span, dtype=np.uint64) if len(places) else np.zeros(0, dtype=np.uint64)
         self._places = (places - first) // 8
-        self._then = b""
-        self.again()
+        self._addresses = places
+        self.then = self.read()
 
     def __len__(self) -> int:
         return len(self._places)
 
+    def read(self) -> bytes:
+        """What each is now."""
+        # As bytes they are compared by one memcmp; "wrap" looks at no bounds, which were looked at once.
+        return self._memory.take(self._places, mode="wrap").tobytes()
+
     def same(self) -> bool:
         """Whether each is what it was."""
-        # As bytes they are compared by one memcmp; "wrap" looks at no bounds, which were looked at once.
-        return self._memory.take(self._places, mode="wrap").tobytes() == self._then
+        return self._memory.take(self._places, mode="wrap").tobytes() == self.then
 
-    def again(self) -> None:
-        """From now on what each is now."""
-        self._then = self._memory.take(self._places, mode="wrap").tobytes()
+    def others(self, now: bytes) -> list[int]:
+        """Addresses of those that are not what they were, by what ``read`` gave."""
+        words = [np.frombuffer(read, dtype=np.uint64) for read in (now, self.then)]
+        return self._addresses[words[0] != words[1]].tolist()
 
 
 def word(address: int) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fullgraph_compile import PagedKVCache, PrefillBatch
 from fullgraph_compile.batch import StaticBatch, active_batch
@@ -139,3 +140,11 @@ def test_positions_of_more_tokens_than_were_counted_before() -> None:
         assert PrefillBatch(lengths, device="cpu").row_of_positions[0].tolist() == [
             i for n in lengths for i in range(n)
         ]
+
+
+def test_positions_under_a_fake_mode_are_fake() -> None:
+    batch = PrefillBatch([2, 3], device="cpu")
+    assert PrefillBatch([2, 3], device="cpu").position_ids.tolist() == [0, 1, 0, 1, 2]
+    with FakeTensorMode():
+        assert isinstance(batch.position_ids, FakeTensor)
+    assert PrefillBatch([2, 3], device="cpu").position_ids.tolist() == [0, 1, 0, 1, 2]

@@ -110,6 +110,22 @@ def test_what_is_compared_may_change_and_change_back() -> None:
     assert not watched.same()
 
 
+def test_what_another_thread_changes_while_dicts_are_compared_is_seen() -> None:
+    m = Part()
+
+    class Changing(dict[str, Any]):
+        def values(self) -> Any:
+            m.number = 3  # as another thread might just then
+            return super().values()
+
+    values = {"a": 1}
+    watched = Watch([], [m], compared=[values])
+    values["a"], values["a"] = 2, 1
+    watched._dicts = [(Changing(values), list(values), list(values.values()))]
+    assert watched.same()
+    assert not watched.same()
+
+
 def test_other_defaults_of_a_function_are_seen() -> None:
     def function(x: int = 1) -> int:
         return x

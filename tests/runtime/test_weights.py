@@ -107,6 +107,25 @@ def test_b97_a_tied_head_follows_its_embedding(way: str) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("slot", ["the first", "the other", "both, alike", "both, apart"])
+def test_weights_that_were_tied_are_followed_in_each_place(slot: str) -> None:
+    module: Any = small()
+    module.layers[0].mlp = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh(), nn.Linear(32, 32, bias=False))
+    module.layers[0].mlp[2].weight = module.layers[0].mlp[0].weight
+    eager = copy.deepcopy(module)
+    body = ready("compile", module)
+    check_replayed(body, eager, 7, 12)
+    for m in (module, eager):
+        first, _, other = m.layers[0].mlp
+        halved, negative = (nn.Parameter(first.weight.detach() * by) for by in (0.5, -1))
+        if slot != "the other":
+            first.weight = halved
+        if slot != "the first":
+            other.weight = halved if slot == "both, alike" else negative
+    check(body, eager, 7, 12)
+    check_replayed(body, eager, 7, 12)
+
+
 @pytest.mark.parametrize("kind", ["forward hook", "forward pre-hook"])
 def test_b86_hooks_added_and_removed_after_the_first_call_take_effect(kind: str) -> None:
     """By ``fgc.compile``; under ``torch.compile`` it is Dynamo that does not look at hooks of submodules again."""
