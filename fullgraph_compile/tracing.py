@@ -41,10 +41,12 @@ from fullgraph_compile.watching import WORKS
 
 # Hooks of submodules are looked at; and Dynamo's own shortcut past them, which newer versions have turned off as it
 # reads freed memory, is not taken: ``StandingGuards`` is in its place.
-# That two objects are one is asked by a guard that can be split, not by a line in Python.
-_GUARDS = {"skip_nnmodule_hook_guards": False, "use_lamba_guard_for_object_aliasing": False}
+_GUARDS = {"skip_nnmodule_hook_guards": False}
 if WORKS and hasattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards"):
     _GUARDS["use_recursive_dict_tags_for_guards"] = False
+# That two objects are one is asked by a guard that can be split, not by a line in Python.
+if hasattr(torch._dynamo.config, "use_lamba_guard_for_object_aliasing"):
+    _GUARDS["use_lamba_guard_for_object_aliasing"] = False
 
 
 @dataclass

@@ -308,7 +308,8 @@ class Variant:
 
     def _slots(self) -> list[dict[str, Any]]:
         """Where all weights and submodules hang."""
-        slots = {id(d): d for d in (*(o.slots for o in self.owners.values()), *(p[0] for p in self.parts))}
+        owners = [*self.owners.values(), *(owner for owner, _ in self.tied)]
+        slots = {id(d): d for d in (*(o.slots for o in owners), *(p[0] for p in self.parts))}
         return list(slots.values())
 
     def _guards(self) -> Any:
