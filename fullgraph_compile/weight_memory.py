@@ -36,7 +36,7 @@ class WeightMemory:
             # What an object points to is read only if it is what was looked at: else it may be gone.
             known = tensors is self._tensors or all(map(operator.is_, tensors, self._tensors))
             if known and self._objects.same() and self._inside.same():
-                self._tensors = tensors if type(tensors) is tuple else self._tensors  # known by one look from now on
+                self._tensors = tuple(tensors)  # the same tuple, which is known by one look from now on
                 return True
         if addresses(tensors) != self._pointers:
             return False
