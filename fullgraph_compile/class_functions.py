@@ -28,7 +28,8 @@ class ClassFunctions:
     """
 
     def __init__(self, module: nn.Module, traced: set[types.CodeType]) -> None:
-        self.classes = list(dict.fromkeys(c for m in module.modules() for c in type(m).__mro__ if c is not object))
+        parts = dict.fromkeys(type(m) for m in module.modules())
+        self.classes = list(dict.fromkeys(c for part in parts for c in part.__mro__ if c is not object))
         # As each class has it, for those that call ``super()`` ...
         self._held: list[tuple[type, str, Any]] = []
         self.functions: list[types.FunctionType] = []
@@ -40,7 +41,6 @@ class ClassFunctions:
                     self.functions += found
         # ... and as an instance has it, inherited or not.
         names = {name for _, name, _ in self._held}
-        parts = dict.fromkeys(type(m) for m in module.modules())
         used = [(part, name, getattr(part, name, None)) for part in parts for name in names]
         self._used = [held for held in used if isinstance(held[2], (types.FunctionType, property))]
         self._written = [(f, f.__code__, f.__defaults__) for f in self.functions]
