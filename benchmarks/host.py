@@ -55,6 +55,7 @@ PHASES: list[tuple[str, type, str]] = [
     ("guards, in full", Tracer, "holds"),
     ("copies of results", BodyRunner, "owned"),
     ("the way back to a padded result", Back, "__call__"),
+    *(("the caller's inference mode", torch.inference_mode, name) for name in ("__init__", "__enter__", "__exit__")),
 ]
 REST = "rest"
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fullgraph_compile.batch import PrefillBatch, active_batch
+from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.batch_of_call import check_batch
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.plain import Bound, NotServed, PlainModule
@@ -22,20 +22,6 @@ from fullgraph_compile.refusals import Refusals
 
 # Parameters that may be given without their names.
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-class Formed(NamedTuple):
-    """A call that may be served, and its form.
-
-    Attributes:
-        bound: the call in canonical form.
-        form: what a traced graph is for: names, types, constants, and the token dim of each tensor.
-        tokens: its token count.
-    """
-
-    bound: Bound
-    form: Any
-    tokens: int
 
 
 class _Known(NamedTuple):
@@ -97,11 +83,18 @@ class Binder:
         self.refusals.clear()
         self.forget()
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ask: bool = True) -> Formed:
-        """The call in canonical form, and the form's key; all is checked here.
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], active: PrefillBatch | None, *, ask: bool = True
+    ) -> tuple[Bound, Any, int]:
+        """The call in canonical form; all is checked here.
 
         Args:
+            active: the batch that the caller is inside of.
             ask: whether small calls of our own may be made, to learn what the module means by a call.
+
+        Returns:
+            The call; its form, which is what a trace is for: names, types, constants, and the token dim of each
+            tensor; and its token count.
 
         Raises:
             NotServed: the call must run as the user wrote it.
@@ -116,7 +109,6 @@ class Binder:
             raise NotServed(Reason.GRAD, "call under torch.no_grad() or torch.inference_mode()")
         if what := interposed():
             raise NotServed(Reason.INTERPOSED, what)
-        active = active_batch()
         alike = self._likeness(given, active) if ask else None
         known = self._known.get(alike) if alike is not None else None
         if known is not None:
@@ -125,7 +117,7 @@ class Binder:
             assert batch is not None
             if batch.device != known.device:
                 check_batch(batch, batch.tokens, known.device)
-            return Formed(bound, known.form, batch.tokens)
+            return bound, known.form, batch.tokens
         for name, value in given.items():
             if isinstance(value, Tensor) and type(value) is not Tensor and type(value) is not nn.Parameter:
                 raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
@@ -144,14 +136,14 @@ class Binder:
             raise ValueError(f"position_ids has shape {tuple(positions.shape)}, but the call has {tokens} tokens")
         if bound.batch is not None:
             check_batch(bound.batch, tokens, device)
-        formed = Formed(bound, self._form(call, dims), tokens)
-        if self.traced(formed.form) and self.integration.prepared:
+        form = self._form(call, dims)
+        if self.traced(form) and self.integration.prepared:
             if alike is not None:
-                self._remember(alike, formed, device)
+                self._remember(alike, bound, form, device)
         elif tokens and ask:
             with self.lock:
                 self._learn(self.integration.prepare, call)
-        return formed
+        return bound, form, tokens
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name.
@@ -238,12 +230,11 @@ class Binder:
         parts.append(active is not None and active.tokens == tokens)
         return tuple(parts)
 
-    def _remember(self, alike: Any, formed: Formed, device: torch.device) -> None:
+    def _remember(self, alike: Any, bound: Bound, form: Any, device: torch.device) -> None:
         """Note what calls like this one become, if their form follows from their likeness."""
-        bound = formed.bound
         if bound.again is None or bound.batch is None:
             return
-        forms = {part[0]: part[-1] for part in formed.form[0]}
+        forms = {part[0]: part[-1] for part in form[0]}
         for name, *_, sizes in alike[1:-1]:
             # A size that is the token count by chance would stand for it.
             known = not isinstance(sizes, tuple) or name not in forms
@@ -251,7 +242,7 @@ class Binder:
                 return
         if len(self._known) >= self.MOST_KNOWN:
             self._known.clear()
-        self._known[alike] = _Known(bound.again, device, formed.form)
+        self._known[alike] = _Known(bound.again, device, form)
 
 
 def _wants_grad(module: nn.Module, given: dict[str, Any]) -> bool:

@@ -106,8 +106,8 @@ class CaptureSet:
         self.outputs = outputs
         self.limits = limits
         self.device = device
-        self.cache_key = cache_key(cache)
         self.cache = cache
+        self._cache_memory = WeightMemory(() if cache is None else (*cache.k, *cache.v))
         buckets = [(tokens, slots_of(tokens, limits.slots)) for tokens in limits.ladder]
         self.buffers = StaticBuffers(device, buckets, limits.context_length, cache)
         self.buckets: dict[int, Bucket] = {}
@@ -237,8 +237,10 @@ class CaptureSet:
         if poison is not None:
             self._poison(bucket, poison)
         torch._foreach_copy_(rows.inputs, [args[i] for i in self._copied], non_blocking=True)
-        self._zero_padded_rows(bucket, batch.tokens)
-        self.program.plan(batch, static)
+        if batch.tokens != self._dirty or bucket.not_alike:
+            self._zero_padded_rows(bucket, batch.tokens)
+        if self.program.plans:
+            self.program.plan(batch, static)
         return rows
 
     def _first_rows(self, bucket: Bucket, tokens: int) -> Rows:
@@ -273,6 +275,10 @@ class CaptureSet:
             else:
                 tensor.fill_(torch.iinfo(tensor.dtype).max if poison is Poison.IMPOSSIBLE else 1)
 
+    def over(self, cache: PagedKVCache) -> bool:
+        """Whether the graphs read and write the memory that this KV cache has."""
+        return cache is self.cache and self._cache_memory.same((*cache.k, *cache.v))
+
     def weights_moved(self, args: Sequence[Any]) -> bool:
         """Whether a weight has other memory than the graphs read."""
         return not self._weights.same(weights_of(args, self.inputs.weights))
@@ -283,11 +289,6 @@ class CaptureSet:
             if bucket.graph is not None:
                 bucket.graph.close()
         self.buckets.clear()
-
-
-def cache_key(cache: PagedKVCache | None) -> tuple[int, ...]:
-    """What tells the KV caches of two calls apart: the addresses that graphs keep."""
-    return () if cache is None else cache.addresses()
 
 
 def _view(storage: Tensor, like: Tensor, dim: int | None, tokens: int) -> Tensor:

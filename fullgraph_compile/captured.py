@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,13 +46,16 @@ class CapturedGraph:
         positions: index of the position ids from which requests are told apart where no batch is active; None = all
             tokens are one request then.
         detail: what blocks the graph, for the report.
-        serves: whether the trace is for a token count, by the guards that tracing put on it.
+        serves: whether the trace is for a token count, by the guards that tracing put on it; kept by count.
         serves_one: whether it may be for a single token too, which no branch of the model leaves out.
         other_branch: whether the model's code takes another branch for a token count; None = it does not ask for it.
         tail_mixes: ops of the tail that are not row by row, in words.
         tail_alone: where the tail puts rows together: how it is run for each request of a batch alone; else it runs on
             the rows of all requests at once.
     """
+
+    # Token counts of which it is known whether the trace is for them.
+    MOST_COUNTS = 4096
 
     def __init__(
         self,
@@ -70,7 +74,8 @@ class CapturedGraph:
         strict: bool = False,
     ) -> None:
         self.tail_alone = tail_alone
-        self.serves = serves
+        # Asked at each call, so what is known is looked up without a step in Python.
+        self.serves = lru_cache(maxsize=self.MOST_COUNTS)(serves)
         self.serves_one = serves_one
         self.other_branch = other_branch
         self.tail_mixes = tail_mixes
@@ -111,18 +116,15 @@ class CapturedGraph:
             decision = runner.decide(batch)
             if self.strict and decision.route is not Route.GRAPH:
                 self._count(decision, batch, args)
-            # Also where no graph is used: run together, the requests would get each other's positions, or be mixed by
-            # the op for which the body is not proven.
             several = batch.requests > 1 and batch.tokens > 0
-            alone = runner.limits.single_request or runner.limits.blocked is Reason.UNPROVEN
-            tail_alone = self.tail_alone if several else None
-            if tail_alone is not None and active_batch() is None:
+            tail_alone = self.tail_alone
+            if tail_alone is not None and not (several and active_batch() is not None):
                 tail_alone = None
-            if alone and tail_alone is not None:
-                inputs = tail_alone.inputs | runner.inputs.tokens
-                sizes = (*tail_alone.sizes, *runner.inputs.sizes)
-                return self._tails(self._requests(args, batch, inputs, sizes), batch, tail_alone)
-            if several and alone:
+            if several and decision.route is not Route.GRAPH and self._one_at_a_time:
+                if tail_alone is not None:
+                    inputs = tail_alone.inputs | runner.inputs.tokens
+                    sizes = (*tail_alone.sizes, *runner.inputs.sizes)
+                    return self._tails(self._requests(args, batch, inputs, sizes), batch, tail_alone)
                 rows = self._one_by_one(args, batch)
             else:
                 try:
@@ -143,6 +145,12 @@ class CapturedGraph:
                 return tuple(results)
             return [runner.owned(r) if isinstance(r, Tensor) else r for r in results]
 
+    @property
+    def _one_at_a_time(self) -> bool:
+        """Whether several requests must not run together, also where no graph is used: they would get each other's
+        positions, or be mixed by the op for which the body is not proven.  No graph is chosen for them then."""
+        return self.runner.limits.single_request or self.runner.limits.blocked is Reason.UNPROVEN
+
     def batch_of(self, args: Sequence[Any]) -> PrefillBatch:
         """The active batch if there is one, checked against the inputs; else what the model itself would see."""
         index, dim = self.token_input
@@ -155,6 +163,11 @@ class CapturedGraph:
             return PrefillBatch([tokens], device=self.runner.device)
         self.report.device_reads += args[self.positions].device.type != "cpu"
         return PrefillBatch(restarts(args[self.positions]), device=self.runner.device)
+
+    def serve_one_token(self) -> None:
+        """Serve a single token too, whatever the guards say: it was seen to be right."""
+        serves = self.serves
+        self.serves = lru_cache(maxsize=self.MOST_COUNTS)(lambda tokens: tokens == 1 or serves(tokens))
 
     def serve_one_request(self) -> None:
         """Serve each request by a call of its own, whatever the proof says: the module was seen to need it."""

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from fullgraph_compile.batch import PrefillBatch, active_batch
-from fullgraph_compile.binding import Binder, Formed
+from fullgraph_compile.binding import Binder
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import NOT_SAFE, Decision, FallbackError, Reason, RequestsMeet, Route
 from fullgraph_compile.forms import Forms
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
-from fullgraph_compile.integrations.plain import ModuleChanged, NotServed
+from fullgraph_compile.integrations.plain import Bound, ModuleChanged, NotServed
 from fullgraph_compile.options import Options, disabled
 from fullgraph_compile.own_forward import forward_of_class
 from fullgraph_compile.pipeline import expected_decision
@@ -30,6 +30,12 @@ from fullgraph_compile.whole_model import WholeModel
 
 # An eager call means the same inside a batch of several requests only for these.
 _SAME_EAGERLY = frozenset({Reason.EMPTY})
+
+
+class _Counts(threading.local):
+    """Calls of a body by the thread that asks."""
+
+    calls = 0
 
 
 class CompiledBody:
@@ -55,7 +61,7 @@ class CompiledBody:
         self.forms = Forms(self.module, self.tracer, strict=options.strict)
         self.closed = False
         self._lock = threading.RLock()
-        self._counts = threading.local()
+        self._counts = _Counts()
         # Where the module is the body of a model, the forward of that.
         self.whole = None if whole is module else WholeModel(whole, self)
         self.__signature__ = inspect.signature(module.forward)
@@ -81,7 +87,7 @@ class CompiledBody:
     @property
     def calls(self) -> int:
         """How often this thread has called the body."""
-        return getattr(self._counts, "calls", 0)
+        return self._counts.calls
 
     # -- calling -------------------------------------------------------------------------------------------------
 
@@ -90,7 +96,7 @@ class CompiledBody:
         # nothing else of ours.  Not is_compiling(): that is true in every thread while any one compiles.
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or disabled():
             return self.integration.call_forward(args, kwargs)
-        self._counts.calls = self.calls + 1
+        self._counts.calls += 1
         try:
             return self._served(args, kwargs)
         except NotServed as error:
@@ -109,13 +115,13 @@ class CompiledBody:
                 # were traced then.
                 for _ in range(self.MOST_CHANGES):
                     try:
-                        call = self.binder.bind(args, kwargs)
-                        batch = call.bound.batch
-                        self.report.device_reads += call.bound.device_reads
+                        bound, form, tokens = self.binder.bind(args, kwargs, given)
+                        batch = bound.batch
+                        self.report.device_reads += bound.device_reads
                         if batch is None or batch is given:
-                            return self._result(call)
+                            return self._result(bound, form, tokens)
                         with batch:
-                            return self._result(call)
+                            return self._result(bound, form, tokens)
                     except ModuleChanged:
                         self.integration.forget()
                         self.binder.forget()
@@ -126,10 +132,10 @@ class CompiledBody:
             # The caller's call is one of the model itself, which tells its requests apart by the mask or the positions.
             raise NotServed(Reason.SINGLE_REQUEST, error.why) from None
 
-    def _result(self, call: Formed) -> Any:
-        result, back = self.forms.serve(call), call.bound.back
+    def _result(self, bound: Bound, form: Any, tokens: int) -> Any:
+        result = self.forms.serve(bound, form, tokens)
         try:
-            return result if back is None else back(result)
+            return result if bound.back is None else bound.back(result)
         except NotServed:
             self.report.drop()
             raise
@@ -173,14 +179,14 @@ class CompiledBody:
         if disabled():
             return Decision(Route.EAGER, None, Reason.DISABLED)
         try:
-            bound, form, tokens = self.binder.bind(args, kwargs, ask=False)
+            bound, form, tokens = self.binder.bind(args, kwargs, active_batch(), ask=False)
         except NotServed as refusal:
             return Decision(Route.EAGER, None, refusal.reason)
         call, batch = bound.call, bound.batch
         for variant in self.forms.variants.get(form, ()):
             if not isinstance(variant.graph, CapturedGraph):
                 return Decision(Route.COMPILED, None, variant.graph.reason)
-            if variant.direct and variant.serves(tokens):
+            if variant.direct and variant.graph.serves(tokens):
                 if variant.meet and bound.several_padded:
                     return Decision(Route.EAGER, None, Reason.SINGLE_REQUEST)
                 with entered(batch):

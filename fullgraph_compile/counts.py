@@ -88,16 +88,13 @@ def guards(gm: GraphModule, token: sympy.Symbol) -> tuple[Callable[[int], bool],
     if size is None:
         return (lambda tokens: True), None, False
     env = size.node.shape_env
-    known: dict[int, bool] = {}
     conditions = _conditions(gm, token)
 
     def serves(tokens: int) -> bool:
-        if tokens not in known:
-            bounds = env.var_to_range.get(token)
-            # The lower bound of 2 is that of a size that was told nothing of 0 and 1; it is no branch.
-            inside = bounds is None or (bounds.lower <= max(tokens, 2) and tokens <= bounds.upper)
-            known[tokens] = bool(inside) and all(c.subs(token, tokens) != sympy.false for c, _ in conditions)
-        return known[tokens]
+        bounds = env.var_to_range.get(token)
+        # The lower bound of 2 is that of a size that was told nothing of 0 and 1; it is no branch.
+        inside = bounds is None or (bounds.lower <= max(tokens, 2) and tokens <= bounds.upper)
+        return bool(inside) and all(c.subs(token, tokens) != sympy.false for c, _ in conditions)
 
     hint = size.node.hint
     broken = [where for c, where in conditions if c.subs(token, 1) == sympy.false]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import ClassVar
 
-from fullgraph_compile.ladder import legal_buckets, slots_of
+from fullgraph_compile.ladder import legal_buckets
 
 
 class Reason(enum.Enum):
@@ -148,7 +148,7 @@ def decide(tokens: int, requests: int, longest: int, limits: Limits) -> Decision
     if longest > limits.context_length:
         return Decision(Route.COMPILED, None, Reason.OVER_CONTEXT)
     bucket = limits.ladder[at]
-    if requests > slots_of(bucket, limits.slots):
+    if requests > limits.slots or requests > bucket:  # a bucket has no more slots than rows: ``ladder.slots_of``
         return Decision(Route.COMPILED, None, Reason.OVER_SLOTS)
     if bucket > limits.FREE_PADDING and bucket > limits.max_padding * tokens:
         return Decision(Route.COMPILED, None, Reason.PADDING)

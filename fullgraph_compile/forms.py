@@ -5,11 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 
 from fullgraph_compile.batch import no_active_batch
-from fullgraph_compile.binding import Formed
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import Reason, RequestsMeet
 from fullgraph_compile.integrations.offloading import moved_weights
@@ -43,21 +41,24 @@ class Forms:
         # Whether what was traced did not hold at some call since the module was learned.
         self._changed = False
 
-    def serve(self, formed: Formed) -> Any:
-        """Make the call by the first variant that is for it, the last used first; trace one if there is none."""
-        bound, key, tokens = formed
+    def serve(self, bound: Bound, key: Any, tokens: int) -> Any:
+        """Make the call by the first variant that is for it, the last used first; trace one if there is none.
+
+        Args:
+            key: the form of the call.
+        """
         call = bound.call
         self.report.begin()
         variants = self.variants.setdefault(key, [])
         for i, variant in enumerate(variants):
-            if not variant.serves(tokens):
+            if not variant.graph.serves(tokens):
                 continue
             if not variant.direct:
                 if variant.functions is not None and not variant.functions.same():
                     continue
                 self._check_plain(variant.graph, bound)
                 return self.tracer.again(variant, call)
-            if variant.needs_asking(call) and not self._accepts(variant, call):
+            if variant.given and variant.needs_asking(call) and not self._accepts(variant, call):
                 continue
             meet = variant.meet != "" and bound.several_padded
             asked = i > 0 or variant.doubted or meet
@@ -69,7 +70,7 @@ class Forms:
             if meet:
                 raise RequestsMeet(self.report.name, bound.batch, variant.meet)
             try:
-                result = without_grad(variant, bound)
+                result = variant(call, bound.batch, owned=not bound.copied)
             except WeightsChanged:
                 continue
             except RequestsMeet as error:
@@ -81,7 +82,7 @@ class Forms:
             replaced = not stands and variant.replaced()
             if replaced and variant.take_new_weights() and self.tracer.holds(variant):
                 self.report.drop()
-                return without_grad(variant, bound)
+                return variant(call, bound.batch, owned=not bound.copied)
             if replaced or not (stands or self.tracer.holds(variant)):
                 # Its graphs are freed: states of the module that come and go must not each keep a set.
                 variant.graph.release()
@@ -115,7 +116,7 @@ class Forms:
         self.report.details = {**self.report.details, **then.details}
         if not variant.lasting:
             raise NotServed(Reason.NOT_LASTING)
-        return self.serve(formed)
+        return self.serve(bound, key, tokens)
 
     def _trace(self, call: dict[str, Any], key: Any) -> tuple[Variant, Any]:
         """Trace this form of the call, and make the call; what is for the calls that follow is kept.
@@ -169,11 +170,3 @@ class Forms:
         self.refusals.clear()
         for graph in self.graphs():
             graph.runner.release()
-
-
-def without_grad(variant: Variant, bound: Bound) -> Any:
-    """The call by a variant, no gradients, whatever the caller has."""
-    if not torch.is_grad_enabled():
-        return variant(bound.call, bound.batch, owned=not bound.copied)
-    with torch.no_grad():
-        return variant(bound.call, bound.batch, owned=not bound.copied)

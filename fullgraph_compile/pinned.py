@@ -44,6 +44,9 @@ class PinnedRing:
     Args:
         device: a CUDA device.
         blocks: how many, even; the host may be ahead by half of them.
+
+    Attributes:
+        size: bytes of each block.
     """
 
     def __init__(self, device: torch.device, blocks: int = 16) -> None:
@@ -51,7 +54,7 @@ class PinnedRing:
         self._half = blocks // 2
         self._blocks: list[PinnedBlock] = []
         self._events: list[Any] = []
-        self._size = 0
+        self.size = 0
         self._turn = -1
 
     def reserve(self, size: int) -> None:
@@ -59,11 +62,11 @@ class PinnedRing:
 
         Pinning memory waits for the device, so this comes before the first call.
         """
-        if size <= self._size:
+        if size <= self.size:
             return
         self.wait()
-        self._size = max(4096, 1 << (size - 1).bit_length())
-        self._blocks = [PinnedBlock(self._new_memory(self._size)) for _ in range(2 * self._half)]
+        self.size = max(4096, 1 << (size - 1).bit_length())
+        self._blocks = [PinnedBlock(self._new_memory(self.size)) for _ in range(2 * self._half)]
         self._events = [self._new_event() for _ in range(2)]
         self._turn = -1
 
@@ -98,20 +101,20 @@ class WordCopier:
     """Copies int32 words from the host to a device without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._ring = PinnedRing(device)
+        self._ring = PinnedRing(device) if device.type == "cuda" else None
 
     def reserve(self, words: int) -> None:
         """Make room for copies of so many words, so that no later call pins memory, which waits."""
-        if self.device.type == "cuda":
+        if self._ring is not None:
             self._ring.reserve(4 * words)
 
     def copy(self, words: np.ndarray, to: Tensor) -> None:
         """Copy ``words`` to a contiguous int32 tensor of their size, on the current stream."""
-        if self.device.type != "cuda":
+        if self._ring is None:
             to.copy_(torch.from_numpy(words))
             return
-        self.reserve(len(words))
+        if words.nbytes > self._ring.size:
+            self._ring.reserve(words.nbytes)
         block = self._ring.take()
         block.array[: len(words)] = words
         to.copy_(block.words.first(len(words)), non_blocking=True)

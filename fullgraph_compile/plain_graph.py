@@ -32,6 +32,10 @@ class PlainGraph:
         self.strict = strict
         self.error = error
 
+    def serves(self, tokens: int) -> bool:
+        """Whether the trace is for a token count: Dynamo itself is asked at each call."""
+        return True
+
     def __call__(self, *args: Any) -> Any:
         if self.error:
             raise FallbackError(f"{self.report.name}: {self.reason.value}: {self.detail} (unsafe='error' is set)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,11 @@ class Program:
     def joined(self, inputs: Sequence[Any]) -> list[Any]:
         """What the pieces read in the place of the inputs.  By default the inputs themselves."""
         return list(inputs)
+
+    @cached_property
+    def plans(self) -> bool:
+        """Whether ``plan`` does anything."""
+        return type(self.attention).plan is not AttentionBackend.plan
 
     def plan(self, batch: PrefillBatch, static: StaticBatch) -> None:
         """What attention prepares on the host for a call."""

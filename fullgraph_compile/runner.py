@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.batch import PrefillBatch
-from fullgraph_compile.capture import Bucket, CaptureSet, Inputs, Outputs, cache_key
+from fullgraph_compile.capture import Bucket, CaptureSet, Inputs, Outputs
 from fullgraph_compile.dispatch import Decision, Limits, Reason, Route, decide
 from fullgraph_compile.fitting import Fitting, fit
 from fullgraph_compile.graphs import GraphRecorder
@@ -78,16 +77,16 @@ class BodyRunner:
         self.lock = threading.RLock()
         self.poison: Poison | None = None
         self._exact_buffers = ExactBuffers(device)
-        # The cache of the last call, which was checked; not kept alive.
-        self._checked: Callable[[], PagedKVCache | None] | None = None
         self._sets: list[CaptureSet] = []  # the last used first
         self._last_stream: torch.cuda.Stream | None = None
+        self._cuda_index = (device.index or 0) if device.type == "cuda" else None
 
     # -- running -------------------------------------------------------------------------------------------------
 
     def decide(self, batch: PrefillBatch) -> Decision:
         """Route, bucket and reason for a batch; touches nothing."""
-        return decide(batch.tokens, batch.requests, batch.longest, self.limits_over(batch.cache))
+        limits = self.limits if batch.cache is None else self.limits_over(batch.cache)
+        return decide(batch.tokens, batch.requests, batch.longest, limits)
 
     def limits_over(self, cache: PagedKVCache | None) -> Limits:
         """What the graphs may serve over a KV cache."""
@@ -107,15 +106,12 @@ class BodyRunner:
             ValueError: the body cannot use the batch's KV cache.
         """
         with self.lock:
-            if self._checked is None or self._checked() is not batch.cache:
-                self.program.check_cache(batch.cache, self.device)
-                self._checked = (lambda: None) if batch.cache is None else weakref.ref(batch.cache)
             if decision is None:
                 decision = self.decide(batch)
-            graphs: CaptureSet | None = None
-            if decision.route is Route.GRAPH:
-                graphs = self._set_for(batch.cache)
-                if graphs is None:
+            graphs = self._set_for(batch.cache) if decision.route is Route.GRAPH else None
+            if graphs is None:
+                self.program.check_cache(batch.cache, self.device)
+                if decision.route is Route.GRAPH:
                     graphs = self.capture(args, batch.cache)
                     decision = self.decide(batch)  # what failed is turned off
             self._follow_last_call()
@@ -134,7 +130,7 @@ class BodyRunner:
                 return outputs, decision
             # The launch read memory that is not this call's weights: its result is dropped.
             for other in self._sets:
-                if other.cache_key == graphs.cache_key and not other.weights_moved(args):
+                if other.cache is graphs.cache and not other.weights_moved(args):
                     self._sets.remove(other)
                     self._sets.insert(0, other)
                     return other.replay(bucket, args, batch, self.poison), decision
@@ -150,9 +146,8 @@ class BodyRunner:
 
     def _set_for(self, cache: PagedKVCache | None) -> CaptureSet | None:
         """The set over this cache that was used last."""
-        key = cache_key(cache)
         for graphs in self._sets:
-            if graphs.cache_key == key:
+            if graphs.cache is None if cache is None else graphs.over(cache):
                 return graphs
         return None
 
@@ -189,10 +184,10 @@ class BodyRunner:
 
     def _follow_last_call(self) -> None:
         """Wait, on the device, for the last call if it ran on another stream: both use the static buffers."""
-        if self.device.type != "cuda":
+        if self._cuda_index is None:
             return
         # By its handle, as to make the object of a stream takes longer than to launch a graph.
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
+        handle = torch._C._cuda_getCurrentRawStream(self._cuda_index)
         if self._last_stream is not None and self._last_stream.cuda_stream == handle:
             return
         stream = torch.cuda.current_stream(self.device)

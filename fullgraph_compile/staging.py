@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +43,8 @@ _MOST_KEPT = 1024
 class _Layout:
     """Where each vector lies in a block of int32: slot ids, lengths and offsets, then the page table.
 
+    ``cu_q`` and ``cu_k`` are what ``pad_cu_q`` and ``pad_cu_k`` begin with.
+
     ``pack`` writes the vectors in the order of ``parts``.
 
     Attributes:
@@ -67,8 +70,7 @@ class _Layout:
         s = self.slots
         return (
             *((("slot_ids", 2 * self.tokens),) if self.page_size else ()),
-            ("num_real_tokens", 1), ("cu_q", s + 1), ("cu_k", s + 1), ("q_lens", s), ("k_lens", s),
-            ("pad_cu_q", s + 2), ("pad_cu_k", s + 2),
+            ("num_real_tokens", 1), ("q_lens", s), ("k_lens", s), ("pad_cu_q", s + 2), ("pad_cu_k", s + 2),
         )  # fmt: skip
 
     @cached_property
@@ -85,6 +87,8 @@ class _Layout:
         for name, n in self.parts:
             views[name] = block[at : at + n]
             at += _aligned(n)
+        for name in ("cu_q", "cu_k"):
+            views[name] = views[f"pad_{name}"][:-1]
         if self.page_size:
             views["slot_ids"] = views["slot_ids"].view(torch.int64)
             views["page_table"] = block[at : at + self.slots * self.columns].view(self.slots, self.columns)
@@ -97,34 +101,23 @@ class _Layout:
 
     def pack(self, batch: PrefillBatch, rows: int) -> np.ndarray:
         """All metadata of a batch, tails included, and the first ``rows`` rows of the page table; not to be written."""
-        if self.page_size or batch.requests > 1 or any(batch.cached_tokens):
-            return self._packed(batch, rows)
         # Of one request only its length is to be known.
-        packed = self._of_one.get(batch.tokens)
-        if packed is None:
-            if len(self._of_one) >= _MOST_KEPT:
-                self._of_one.clear()
-            packed = self._of_one[batch.tokens] = self._packed(batch, rows)
-        return packed
-
-    @cached_property
-    def _of_one(self) -> dict[int, np.ndarray]:
-        """Metadata of one request without a cache, by its tokens."""
-        return {}
-
-    def _packed(self, batch: PrefillBatch, rows: int) -> np.ndarray:
+        alone = not self.page_size and batch.requests == 1 and not any(batch.cached_tokens)
+        if alone and batch.tokens in self._of_one:
+            return self._of_one[batch.tokens]
         # Bytes are put together at the cost of one array; this is before each launch.
         unused = self.slots - batch.requests
         new, starts_q, keys, starts_k = batch.words
         total_q, total_k, zeros = starts_q[-4:], starts_k[-4:], bytes(4 * unused)
-        cu_q, cu_k = starts_q + total_q * unused, starts_k + total_k * unused
         last = self.tokens.to_bytes(4, sys.byteorder)
-        vectors = (total_q, cu_q, cu_k, new + zeros, keys + zeros, cu_q + last, cu_k + total_k)
-        packed = bytearray()
-        for vector, gap in zip(vectors, self._gaps, strict=True):
-            packed += vector
-            packed += gap
+        cu_q, cu_k = starts_q + total_q * unused + last, starts_k + total_k * (unused + 1)
+        vectors = (total_q, new + zeros, keys + zeros, cu_q, cu_k)
+        packed = bytearray().join(chain.from_iterable(zip(vectors, self._gaps, strict=True)))
         head = np.frombuffer(packed, dtype=np.int32)
+        if alone:
+            if len(self._of_one) >= _MOST_KEPT:
+                self._of_one.clear()
+            self._of_one[batch.tokens] = head
         if not self.page_size:
             return head
         at = self.head
@@ -132,6 +125,11 @@ class _Layout:
         words[at - len(head) : at] = head
         self._pack_pages(batch, words[: 2 * self.tokens].view(np.int64), words[at:].reshape(rows, self.columns))
         return words
+
+    @cached_property
+    def _of_one(self) -> dict[int, np.ndarray]:
+        """Metadata of one request without a cache, by its tokens."""
+        return {}
 
     def _pack_pages(self, batch: PrefillBatch, slot_ids: np.ndarray, table: np.ndarray) -> None:
         """Both hold zeros, which is reserved page 0."""

@@ -69,6 +69,10 @@ class StaticGraph:
                 self.report.fell_back(decision.reason, detail, strict=self.strict)
             return tuple(self.runner.owned(r) for r in results)
 
+    def serves(self, tokens: int) -> bool:
+        """Whether the trace is for a token count: Dynamo itself is asked at each call."""
+        return True
+
     def release(self) -> None:
         """Free the graph."""
         if self.runner is not None:

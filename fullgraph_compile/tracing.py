@@ -143,18 +143,13 @@ class Tracer:
     def _check(self, variant: Variant, call: dict[str, Any]) -> None:
         """Let the module compare the trace with itself; these calls are not counted."""
 
-        def traced(packed: dict[str, Any]) -> Any:
-            # Past Dynamo, which would compile anew for a call in which something besides the tokens differs.
-            with torch.no_grad():
-                return variant(packed)
-
         own = self.integration.all_or_nothing and not self.integration.op_attention
         if own and variant.direct and isinstance(variant.graph, CapturedGraph):
             then = self.report.copy()
-            self.integration.check_trace(call, traced)
-            serves = variant.graph.serves
-            if variant.graph.serves_one and self.integration.check_trace(call, traced, (1,), strict=False):
-                variant.graph.serves = lambda tokens: tokens == 1 or serves(tokens)
+            # Past Dynamo, which would compile anew for a call in which something besides the tokens differs.
+            self.integration.check_trace(call, variant)
+            if variant.graph.serves_one and self.integration.check_trace(call, variant, (1,), strict=False):
+                variant.graph.serve_one_token()
             self.report.take_counts(then)
 
     def _trace(

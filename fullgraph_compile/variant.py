@@ -50,6 +50,7 @@ class Variant:
         owners: placeholder -> where the weight hangs.
         tied: where else one hangs, and its placeholder.
         parts: where each submodule hangs.
+        given: the traced call's numbers, and tensors that are one, by name.
         numbers: for the numbers of a call, whether the trace is for them.
         functions: what the trace went through of the classes of the module's parts.
         lasting: whether the trace holds for a second call, as its first one left the module and all else that it reads.
@@ -87,15 +88,14 @@ class Variant:
     graphs: Sequence[Any] = ()
     written: Sequence[Written] = ()
     _locals: dict[str, Any] = field(default_factory=dict)
-    # The numbers of the traced call.
-    _numbers: dict[str, Any] = field(init=False)
+    given: dict[str, Any] = field(init=False)
     # Calls until changes are watched for again, and how many those are after the next change: to begin anew takes
     # as long as ten askings, and a module may change at each call.
     _quiet: int = 0
     _pause: int = 0
 
     def __post_init__(self) -> None:
-        self._numbers = {k: n for k, v in self.sample.items() if (n := number_of(v)) is not None}
+        self.given = {k: n for k, v in self.sample.items() if (n := number_of(v)) is not None}
 
     # -- learning ------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Variant:
         self.parts = [
             (part._modules, name, child) for part in module.modules() for name, child in part.named_children()
         ]
-        self.numbers[tuple(self._numbers.values())] = True
+        self.numbers[tuple(self.given.values())] = True
         names = {id(v): k for k, v in self.sample.items() if isinstance(v, Tensor)}
         owners: dict[int, list[Owner]] = {}
         for owner, weight in _weights(module):
@@ -134,16 +134,10 @@ class Variant:
         self.args = Arguments(held, inputs.weights)
         self.result = Result.learn(result, outputs, names)
         # The caller may write to its own.
-        self.sample = {
-            k: v.clone() if k in self._numbers and isinstance(v, Tensor) else v for k, v in self.sample.items()
-        }
+        self.sample = {k: v.clone() if k in self.given and isinstance(v, Tensor) else v for k, v in self.sample.items()}
         self.direct = self.result is not None
 
     # -- calling -------------------------------------------------------------------------------------------------
-
-    def serves(self, tokens: int) -> bool:
-        """Whether the trace is for this token count: a model may take another branch for another."""
-        return not isinstance(self.graph, CapturedGraph) or self.graph.serves(tokens)
 
     def arguments(self, call: dict[str, Any]) -> list[Any]:
         """What the graph takes, for a call of this form."""
@@ -159,12 +153,15 @@ class Variant:
             args[i] = args[index].shape[dim]
 
     def __call__(self, call: dict[str, Any], batch: PrefillBatch | None = None, *, owned: bool = True) -> Any:
-        """Make a call.
+        """Make a call, without gradients.
 
         Args:
             batch: what it is for; None = the active one, or what the model itself would see.
             owned: False if the result is copied before the next call, which may then overwrite it.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(call, batch, owned=owned)
         # Filled in place: a copy of some hundred weights costs more than most of what is done for a call.  One call at
         # a time is made of one body.
         args, result = self.args, self.result
@@ -221,12 +218,12 @@ class Variant:
         return not all(map(operator.is_, map(dict.get, slots, names), children))
 
     def needs_asking(self, call: dict[str, Any]) -> bool:
-        """Whether the call gives a number, or a tensor that is one, other than the traced call's."""
-        return bool(self._numbers) and any(call[k] != v for k, v in self._numbers.items())
+        """Whether one of the ``given`` numbers is another in the call."""
+        return any(call[k] != v for k, v in self.given.items())
 
     def accepts(self, call: dict[str, Any]) -> bool:
         """Whether the trace is for the numbers that the call gives: the same as in the traced call, or unused."""
-        numbers = {k: call[k] for k in self._numbers}
+        numbers = {k: call[k] for k in self.given}
         known = tuple(map(number_of, numbers.values()))
         if known not in self.numbers:
             if len(self.numbers) >= self.MOST_NUMBERS:

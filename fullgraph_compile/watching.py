@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from fullgraph_compile.dict_events import DictEvents, available, told
 from fullgraph_compile.fields import BASES, CODE, CONTENTS, DEFAULTS, READABLE, attributes_of
 from fullgraph_compile.words import Words, word
 
@@ -63,7 +64,12 @@ class Watch:
         self._alive = [*objects, *own, *dicts, *map(attributes_of, classes)]
         # As long as they are in these states, they need not be looked through.
         self._states = {id(c) + _VERSION for c, _, _ in self._dicts}
-        words = {id(d) + _VERSION for d in self._alive[len(objects) :]} | self._states
+        watched = [*self._alive[len(objects) :], *(c for c, _, _ in self._dicts)]
+        # Until Python tells of a change of one, none need be looked at.
+        self._told = told[0]
+        self._events = DictEvents(watched) if available() else None
+        self._versions = Words(id(d) + _VERSION for d in watched)
+        words: set[int] = set()
         for obj, attributes in zip(objects, own, strict=True):
             at = id(obj) + (_MANAGED_DICT if type(obj).__dictoffset__ < 0 else type(obj).__dictoffset__)
             if word(at) != id(attributes) or word(id(obj) + _TYPE) != id(type(obj)):
@@ -78,10 +84,15 @@ class Watch:
 
     def same(self) -> bool:
         """Whether nothing has changed."""
-        if not self._words.same() and not self._changed_back():
+        if not self._words.same():
             return False
+        now = told[0]
+        if self._events is None or now != self._told:
+            if not self._versions.same() and not self._changed_back():
+                return False
+            self._told = now
         named, names = self._names
-        if not all(map(operator.is_, map(_name_of, named), names)):
+        if named and not all(map(operator.is_, map(_name_of, named), names)):
             return False
         for items, before in self._lists:
             if len(items) != len(before) or not all(map(operator.is_, items, before)):
@@ -90,8 +101,8 @@ class Watch:
 
     def _changed_back(self) -> bool:
         """Whether only dicts that are compared have changed, and hold what they held, in the same order."""
-        read = self._words.read()
-        if not self._states.issuperset(self._words.others(read)):
+        read = self._versions.read()
+        if not self._states.issuperset(self._versions.others(read)):
             return False
         for now, keys, values in self._dicts:
             if len(now) != len(keys) or not all(map(operator.is_, now.values(), values)):
@@ -99,7 +110,7 @@ class Watch:
             if not all(map(operator.is_, now, keys)):
                 return False
         # As they were before they were looked through: another thread may have changed one since.
-        self._words.then = read
+        self._versions.then = read
         return True
 
 

@@ -145,7 +145,7 @@ class Reading:
         if packing.trivial and no_mask and back.nothing and not by_ids:
             taken = self.tensors if positions is None else (*self.tensors, "position_ids")
             of_batch = made is not None and positions is None
-            as_given = AsGiven(self.constants, taken, of_batch, front.check_requests)
+            as_given = AsGiven(self.constants, taken, of_batch, None if front.keeps_rows else front.check_requests)
             if active is not None:
                 again = as_given
             elif positions is None and (made is None or made is batch.row_of_positions):

@@ -65,7 +65,7 @@ class AsGiven:
         constants: arguments that are no tensors.
         tensors: names of those that are.
         positions: whether the positions are those of the batch.
-        check: raises ``NotServed`` for a batch that the module cannot be given so.
+        check: raises ``NotServed`` for a batch that the module cannot be given so; None = it can be given any.
     """
 
     constants: dict[str, Any]
@@ -77,16 +77,12 @@ class AsGiven:
         assert active is not None
         if self.check is not None:
             self.check(active)
-        return self.bound(given, active)
-
-    def bound(self, given: dict[str, Any], batch: PrefillBatch) -> Bound:
-        """The call for a batch that was checked."""
         call = self.constants.copy()
         for name in self.tensors:
             call[name] = given[name]
         if self.positions:
-            call["position_ids"] = batch.row_of_positions
-        return Bound(call, batch)
+            call["position_ids"] = active.row_of_positions
+        return Bound(call, active)
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class OneRow:
         if active is not None:
             return self.bind(given, active)
         tokens = given[self.lead]
-        return self.as_given.bound(given, PrefillBatch.of_checked([tokens.shape[1]], tokens.device))
+        return self.as_given(given, PrefillBatch.of_checked([tokens.shape[1]], tokens.device))
 
 
 class PlainModule:

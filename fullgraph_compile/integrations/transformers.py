@@ -131,9 +131,9 @@ class TransformersModule(PlainModule):
         config = self.module.config
         # Past the config's own attribute access, which costs more than all else.
         own = object.__getattribute__(config, "__dict__")
-        read = ("use_cache", "return_dict")
-        paddings = [attributes.get(name) for attributes, name in self._paddings]
-        return (*[own[name] if name in own else getattr(config, name, None) for name in read], *paddings)
+        read = [own[name] if name in own else getattr(config, name, None) for name in ("use_cache", "return_dict")]
+        read += [attributes.get(name) for attributes, name in self._paddings]
+        return tuple(read)
 
     @property
     def prepared(self) -> bool:
