@@ -24,6 +24,21 @@ from fullgraph_compile.refusals import Refusals
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+class Form:
+    """What a trace is for: names, types, constants, the token dim of each tensor, and autocast.
+
+    There is one object for each, so that it is told by which it is.
+
+    Attributes:
+        arguments: those of each argument.
+    """
+
+    __slots__ = ("arguments",)
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+
+
 class _Known(NamedTuple):
     """How calls of one likeness are bound.
 
@@ -35,7 +50,7 @@ class _Known(NamedTuple):
 
     bind: Callable[[dict[str, Any], PrefillBatch | None], Bound]
     device: torch.device
-    form: Any
+    form: Form
 
 
 class Binder:
@@ -60,7 +75,7 @@ class Binder:
         module: weakref.ref[nn.Module],
         integration: PlainModule,
         parameters: list[inspect.Parameter],
-        traced: Callable[[Any], bool],
+        traced: Callable[[Form], bool],
         before_learning: Callable[[], None],
         lock: threading.RLock,
     ) -> None:
@@ -73,6 +88,7 @@ class Binder:
         self.lock = lock
         self.refusals = Refusals()
         self._known: dict[Any, _Known] = {}
+        self._forms: dict[Any, Form] = {}
 
     def forget(self) -> None:
         """Look at each call anew: the module has changed, or is to be asked again."""
@@ -85,7 +101,7 @@ class Binder:
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], active: PrefillBatch | None, *, ask: bool = True
-    ) -> tuple[Bound, Any, int]:
+    ) -> tuple[Bound, Form, int]:
         """The call in canonical form; all is checked here.
 
         Args:
@@ -93,8 +109,7 @@ class Binder:
             ask: whether small calls of our own may be made, to learn what the module means by a call.
 
         Returns:
-            The call; its form, which is what a trace is for: names, types, constants, and the token dim of each
-            tensor; and its token count.
+            The call, its form, and its token count.
 
         Raises:
             NotServed: the call must run as the user wrote it.
@@ -174,7 +189,7 @@ class Binder:
             self.refusals.add(None, refusal)
             raise
 
-    def _form(self, call: dict[str, Any], dims: dict[str, int]) -> Any:
+    def _form(self, call: dict[str, Any], dims: dict[str, int]) -> Form:
         parts: list[Any] = []
         for name in sorted(call):
             value = call[name]
@@ -193,7 +208,8 @@ class Binder:
                 raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
         device = call[next(iter(dims))].device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return tuple(parts), autocast
+        arguments = tuple(parts)
+        return self._forms.setdefault((arguments, autocast), Form(arguments))
 
     # -- calls that are alike ------------------------------------------------------------------------------------
 
@@ -230,11 +246,11 @@ class Binder:
         parts.append(active is not None and active.tokens == tokens)
         return tuple(parts)
 
-    def _remember(self, alike: Any, bound: Bound, form: Any, device: torch.device) -> None:
+    def _remember(self, alike: Any, bound: Bound, form: Form, device: torch.device) -> None:
         """Note what calls like this one become, if their form follows from their likeness."""
         if bound.again is None or bound.batch is None:
             return
-        forms = {part[0]: part[-1] for part in form[0]}
+        forms = {part[0]: part[-1] for part in form.arguments}
         for name, *_, sizes in alike[1:-1]:
             # A size that is the token count by chance would stand for it.
             known = not isinstance(sizes, tuple) or name not in forms

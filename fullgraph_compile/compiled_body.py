@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fullgraph_compile.batch import PrefillBatch, active_batch
-from fullgraph_compile.binding import Binder
+from fullgraph_compile.binding import Binder, Form
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import NOT_SAFE, Decision, FallbackError, Reason, RequestsMeet, Route
 from fullgraph_compile.forms import Forms
@@ -132,7 +132,7 @@ class CompiledBody:
             # The caller's call is one of the model itself, which tells its requests apart by the mask or the positions.
             raise NotServed(Reason.SINGLE_REQUEST, error.why) from None
 
-    def _result(self, bound: Bound, form: Any, tokens: int) -> Any:
+    def _result(self, bound: Bound, form: Form, tokens: int) -> Any:
         result = self.forms.serve(bound, form, tokens)
         try:
             return result if bound.back is None else bound.back(result)

@@ -56,13 +56,15 @@ class DictEvents:
     """
 
     def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        self._dicts = {id(d): d for d in dicts}
+        self._dicts: dict[int, dict[Any, Any]] = {}
         with _lock:
-            for at, watched in self._dicts.items():
+            for at, watched in {id(d): d for d in dicts}.items():
+                # In this order: an interrupt (Ctrl-C) in between leaves it watched for longer than need be.
                 others = _watched.get(at, 0)
-                _watched[at] = others + 1
                 if not others:
                     ctypes.pythonapi.PyDict_Watch(_WATCHER, ctypes.py_object(watched))
+                _watched[at] = others + 1
+                self._dicts[at] = watched
         _leave()
 
     def __del__(self) -> None:
@@ -78,10 +80,9 @@ def _leave() -> None:
         try:
             while _left:
                 for at, watched in _left.popleft().items():
-                    others = _watched.pop(at) - 1
-                    if others:
-                        _watched[at] = others
-                    else:
+                    _watched[at] -= 1
+                    if not _watched[at]:
+                        del _watched[at]
                         ctypes.pythonapi.PyDict_Unwatch(_WATCHER, ctypes.py_object(watched))
         finally:
             _lock.release()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fullgraph_compile.batch import no_active_batch
+from fullgraph_compile.binding import Form
 from fullgraph_compile.captured import CapturedGraph
 from fullgraph_compile.dispatch import Reason, RequestsMeet
 from fullgraph_compile.integrations.offloading import moved_weights
@@ -20,7 +21,7 @@ from fullgraph_compile.variant import Variant
 
 
 class Forms:
-    """Of one module: the variants of each form of call, by the form's key.
+    """Of one module: the variants of each form of call.
 
     Args:
         module: the module.
@@ -36,20 +37,16 @@ class Forms:
         self.tracer = tracer
         self.report = tracer.report
         self.strict = strict
-        self.variants: dict[Any, list[Variant]] = {}
+        self.variants: dict[Form, list[Variant]] = {}
         self.refusals = Refusals()
         # Whether what was traced did not hold at some call since the module was learned.
         self._changed = False
 
-    def serve(self, bound: Bound, key: Any, tokens: int) -> Any:
-        """Make the call by the first variant that is for it, the last used first; trace one if there is none.
-
-        Args:
-            key: the form of the call.
-        """
+    def serve(self, bound: Bound, form: Form, tokens: int) -> Any:
+        """Make the call by the first variant that is for it, the last used first; trace one if there is none."""
         call = bound.call
         self.report.begin()
-        variants = self.variants.setdefault(key, [])
+        variants = self.variants.setdefault(form, [])
         for i, variant in enumerate(variants):
             if not variant.graph.serves(tokens):
                 continue
@@ -104,40 +101,40 @@ class Forms:
             self._changed = False
             raise ModuleChanged
         if not bound.several_padded or self.strict:
-            _, result = self._trace(call, key)
+            _, result = self._trace(call, form)
             return result
         # What was traced may turn out to serve one request only.  A padded batch then runs as it is, so the trace is
         # made by a call for one, which is not counted.
         then = self.report.copy()
         with no_active_batch():
-            variant, _ = self._trace(call, key)
+            variant, _ = self._trace(call, form)
         self.report.take_counts(then)
         # What it was about that turned a bucket off stays: no later call finds it out again.
         self.report.details = {**self.report.details, **then.details}
         if not variant.lasting:
             raise NotServed(Reason.NOT_LASTING)
-        return self.serve(bound, key, tokens)
+        return self.serve(bound, form, tokens)
 
-    def _trace(self, call: dict[str, Any], key: Any) -> tuple[Variant, Any]:
+    def _trace(self, call: dict[str, Any], form: Form) -> tuple[Variant, Any]:
         """Trace this form of the call, and make the call; what is for the calls that follow is kept.
 
         Raises:
             NotServed: it cannot be traced, or could not be some calls ago: it is not tried each time.
         """
-        self.refusals.check(key)
+        self.refusals.check(form)
         self.check_weights()
         module = self.module()
         assert module is not None
         try:
             variant, result = self.tracer.trace(module, call)
         except NotServed as refusal:
-            self.refusals.add(key, refusal)
+            self.refusals.add(form, refusal)
             raise
         if variant.lasting:
-            self.refusals.drop(key)
-            self.variants.setdefault(key, []).insert(0, variant)
+            self.refusals.drop(form)
+            self.variants.setdefault(form, []).insert(0, variant)
         else:
-            self.refusals.add(key, NotServed(Reason.NOT_LASTING))
+            self.refusals.add(form, NotServed(Reason.NOT_LASTING))
         return variant, result
 
     def check_weights(self) -> None:

@@ -179,11 +179,11 @@ def test_a_config_that_changes_what_a_call_means_is_followed(llama: Counted) -> 
 
 
 def test_a_model_that_may_put_rows_together_is_told_of_several_requests(llama: Counted) -> None:
-    llama.body(input_ids=tokens(7)[None], use_cache=False)
-    llama([7], use_cache=False), llama([7], use_cache=False)
     compiled = compiled_body(llama.body)
     assert compiled is not None and isinstance(compiled.integration, TransformersModule)
     compiled.integration._rows_stay = False
+    llama.body(input_ids=tokens(7)[None], use_cache=False)
+    llama([7], use_cache=False), llama([7], use_cache=False)
     assert llama([7], use_cache=False)[1] == 0
     with pytest.raises(fgc.FallbackError, match="may put rows of several requests"):
         llama([3, 4], use_cache=False)

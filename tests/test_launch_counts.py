@@ -177,10 +177,9 @@ def test_steps_in_python_of_a_call_are_few_and_the_same_for_any_layers_and_reque
         assert not [name for name in found if any(part in name for part in slow)], found
         counts.append(found.total())
     alone, one, several, deeper = counts
-    # The metadata of one request is put together once for each length.
-    assert one < several == deeper, counts
+    assert one == several == deeper, counts
     # On Python 3.11; newer ones have no frame for a comprehension.
-    assert several <= 82 and alone <= 86, counts
+    assert several <= 64 and alone <= 72, counts
 
 
 def test_a_shorter_call_zeroes_only_the_rows_that_a_longer_one_wrote() -> None:
