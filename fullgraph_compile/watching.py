@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fullgraph_compile.dict_events import DictEvents, available, told
+from fullgraph_compile.dict_events import DictEvents, changes
 from fullgraph_compile.fields import BASES, CODE, CONTENTS, DEFAULTS, READABLE, attributes_of
 from fullgraph_compile.words import Words, word
 
@@ -66,8 +66,8 @@ class Watch:
         self._states = {id(c) + _VERSION for c, _, _ in self._dicts}
         watched = [*self._alive[len(objects) :], *(c for c, _, _ in self._dicts)]
         # Until Python tells of a change of one, none need be looked at.
-        self._told = told[0]
-        self._events = DictEvents(watched) if available() else None
+        self._events = DictEvents.of(watched)
+        self._changes = changes()
         self._versions = Words(id(d) + _VERSION for d in watched)
         words: set[int] = set()
         for obj, attributes in zip(objects, own, strict=True):
@@ -86,11 +86,11 @@ class Watch:
         """Whether nothing has changed."""
         if not self._words.same():
             return False
-        now = told[0]
-        if self._events is None or now != self._told:
+        now = changes()
+        if self._events is None or now != self._changes:
             if not self._versions.same() and not self._changed_back():
                 return False
-            self._told = now
+            self._changes = now
         named, names = self._names
         if named and not all(map(operator.is_, map(_name_of, named), names)):
             return False
