@@ -275,9 +275,11 @@ class CaptureSet:
             else:
                 tensor.fill_(torch.iinfo(tensor.dtype).max if poison is Poison.IMPOSSIBLE else 1)
 
-    def over(self, cache: PagedKVCache) -> bool:
-        """Whether the graphs read and write the memory that this KV cache has."""
-        return cache is self.cache and self._cache_memory.same((*cache.k, *cache.v))
+    def over(self, cache: PagedKVCache | None) -> bool:
+        """Whether the graphs read and write the memory that this KV cache has now."""
+        if cache is None or self.cache is None:
+            return cache is self.cache
+        return self._cache_memory.same((*cache.k, *cache.v))
 
     def weights_moved(self, args: Sequence[Any]) -> bool:
         """Whether a weight has other memory than the graphs read."""

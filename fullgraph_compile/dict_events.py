@@ -8,8 +8,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import math
+import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,31 +34,30 @@ def _register() -> int | None:
 
 
 _WATCHER = _register()
-_reading = threading.RLock()
 _clearing = False
 _changes = 0
 
 
 def changes() -> float:
     """A number that is another one after any dict that is watched has changed; nan, which equals none, where that is
-    not known."""
+    not known.
+
+    As in ``_settle``, a flag is enough: between two steps without a call or a loop no other thread gets its turn.
+    """
     global _changes, _clearing
-    with _reading:
-        if _clearing or _WATCHER is None:  # asked by what the collector runs in the middle of this
-            return math.nan
-        if _told:
-            _clearing = True
-            try:
-                # In this order.  What it tells of in between is forgotten, but nobody has the new number before.
-                _changes += 1
-                _told.clear()
-            finally:
-                _clearing = False
-        return _changes
+    if _clearing or _WATCHER is None:
+        return math.nan
+    if _told:
+        _clearing = True
+        try:
+            _changes += 1
+            _told.clear()
+        finally:
+            _clearing = False
+    return _changes
 
 
-_lock = threading.RLock()
-_busy = False  # whether the thread that has the lock is at it already
+_busy = False
 _watched: dict[int, int] = {}  # by how many, of each dict that is watched
 _left: deque[dict[int, dict[Any, Any]]] = deque()  # of those that are gone, and watch nothing any more
 
@@ -81,11 +80,11 @@ class DictEvents:
 
     def _watch(self, dicts: Iterable[dict[Any, Any]]) -> None:
         for at, watched in {id(d): d for d in dicts}.items():
-            # In this order, and though others may watch it: after an interrupt (Ctrl-C) in here, or where it is let go
-            # of, it may be watched for longer than need be, and be counted when it is gone.
-            ctypes.pythonapi.PyDict_Watch(_WATCHER, ctypes.py_object(watched))
-            _watched[at] = _watched.get(at, 0) + 1
+            # No interrupt (Ctrl-C) comes between what is counted and what is to be let go of.
+            others = _watched.get(at, 0)
+            _watched[at] = others + 1
             self._dicts[at] = watched
+            ctypes.pythonapi.PyDict_Watch(_WATCHER, ctypes.py_object(watched))
 
     def __del__(self) -> None:
         if _WATCHER is not None:  # else the interpreter ends, and this module may be in pieces
@@ -96,32 +95,44 @@ class DictEvents:
 def _settle(begin: Callable[[], None] = lambda: None) -> bool:
     """Begin to watch, and watch no more what nobody watches.
 
+    It never waits: it may be called by the collector, in the middle of anything.
+
     Returns:
-        False where it does nothing, as it is called in the middle of itself, by what the collector finds; what is left
-        to do is done by the outer call.
+        False where it does nothing, as it is being done, perhaps by whoever this is called in the middle of.
     """
     global _busy
-    with _lock:
-        if _busy:
-            return False
-        _busy = True
-        try:  # no loop in here: an interrupt at its end would pass ``finally`` by (CPython 3.12, 3.13)
-            begin()
-            _let_go()
-        finally:
-            _busy = False
+    if _busy:
+        return False
+    _busy = True
+    try:  # no loop in here: an interrupt at its end would pass ``finally`` by (CPython 3.12, 3.13)
+        begin()
+        _let_go()
+    finally:
+        _busy = False
+    if _left:  # since then
+        _settle()
     return True
 
 
 def _let_go() -> None:
     while _left:
-        for at, watched in _left.popleft().items():
+        gone = _left[0]
+        while gone:
+            at, watched = next(iter(gone.items()))
             others = _watched[at] - 1
             if others:
                 _watched[at] = others
             else:
-                del _watched[at]
                 ctypes.pythonapi.PyDict_Unwatch(_WATCHER, ctypes.py_object(watched))
+                del _watched[at]
+            del gone[at]
+        _left.popleft()
+
+
+def _after_fork() -> None:
+    """Another thread may have been at it, which is not in the child."""
+    global _busy, _clearing
+    _busy = _clearing = False
 
 
 def _stop() -> None:
@@ -133,6 +144,8 @@ def _stop() -> None:
 
 
 atexit.register(_stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def available() -> bool:

@@ -130,7 +130,7 @@ class BodyRunner:
                 return outputs, decision
             # The launch read memory that is not this call's weights: its result is dropped.
             for other in self._sets:
-                if other.cache is graphs.cache and not other.weights_moved(args):
+                if other.over(batch.cache) and not other.weights_moved(args):
                     self._sets.remove(other)
                     self._sets.insert(0, other)
                     return other.replay(bucket, args, batch, self.poison), decision
@@ -147,7 +147,7 @@ class BodyRunner:
     def _set_for(self, cache: PagedKVCache | None) -> CaptureSet | None:
         """The set over this cache that was used last."""
         for graphs in self._sets:
-            if graphs.cache is None if cache is None else graphs.over(cache):
+            if graphs.over(cache):
                 return graphs
         return None
 

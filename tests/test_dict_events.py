@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -213,6 +214,7 @@ def test_many_that_end_while_others_begin() -> None:
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
+    assert dict_events._settle()  # what threads left to each other
     assert all(dict_events._watched[id(d)] == 1 for d in shared)
     for d in shared:
         before = changes()
@@ -277,6 +279,20 @@ except RuntimeError:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split()) == (0, [str(not taken), "seen"]), done.stderr
     assert "Exception" not in done.stderr
+
+
+def test_a_child_goes_on_where_another_thread_was_at_it_as_it_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dict_events, "_busy", True)
+    monkeypatch.setattr(dict_events, "_clearing", True)
+    assert DictEvents.of([{}]) is None and Watch([{}]).same()
+    child = os.fork()
+    if not child:
+        d: dict[str, int] = {}
+        watched = Watch([d])
+        fine = watched._events is not None and watched.same() and changes() == changes()
+        d["a"] = 1
+        os._exit(0 if fine and not watched.same() else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_an_interrupt_at_any_step_leaves_it_able_to_go_on() -> None:
