@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections import OrderedDict
@@ -86,8 +87,8 @@ class Watch:
         """Whether nothing has changed."""
         if not self._words.same():
             return False
-        now = changes()
-        if self._events is None or now != self._changes:
+        now = math.nan if self._events is None else changes()
+        if now != self._changes:
             if not self._versions.same() and not self._changed_back():
                 return False
             self._changes = now
