@@ -114,7 +114,7 @@ class PagedKVCache(PageAllocator):
         return cls(sites, pages=pages, page_size=page_size, dtype=dtype, device=device)
 
     def addresses(self) -> tuple[int, ...]:
-        """Where K and V of each site lie.  A captured graph holds these, so they are compared before each launch."""
+        """Where K and V of each site lie.  A captured graph holds these: elsewhere it is captured anew."""
         return tuple(t.data_ptr() for t in (*self.k, *self.v))
 
     def check_sites(self, sites: Sequence[SiteShape]) -> None:

@@ -147,6 +147,7 @@ class BodyRunner:
     def _set_for(self, cache: PagedKVCache | None) -> CaptureSet | None:
         """The set over this cache that was used last."""
         for graphs in self._sets:
+            # Without a cache as ``over`` has it, but without a step: this is before each launch.
             if graphs.cache is None if cache is None else graphs.over(cache):
                 return graphs
         return None

@@ -20,7 +20,7 @@ class WeightMemory:
     storage, and that to the memory.  So other memory of a tensor, and of a storage, shows in one word of each.
 
     Args:
-        tensors: the weights, which are kept alive; their memory is not.
+        tensors: the weights, or K and V of a cache, which are kept alive; their memory is not.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
