@@ -69,9 +69,17 @@ def calls(route: Ours, tokens: int) -> dict[str, Call]:
 
     bucket = route.decision(tokens).bucket
     assert bucket is not None
-    graph = route.runner.buckets[bucket].graph
-    assert graph is not None
-    return {"the graph alone": lambda ids: graph.replay(), "token ids": route, "in a batch": in_batch}
+    replayed: int = bucket
+    launch = None
+
+    def alone(ids: Tensor) -> None:
+        nonlocal launch
+        if launch is None:
+            route(ids)
+            launch = route.runner.relaunch(replayed)
+        launch()
+
+    return {"the graph alone": alone, "token ids": route, "in a batch": in_batch}
 
 
 def timed(args: argparse.Namespace, call: Call, inputs: Sequence[Tensor]) -> list[float]:

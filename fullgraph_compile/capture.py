@@ -13,6 +13,7 @@ from fullgraph_compile.arguments import weights_of
 from fullgraph_compile.batch import PrefillBatch, StaticBatch
 from fullgraph_compile.dispatch import Limits
 from fullgraph_compile.graphs import GraphRecorder, RecordedGraph
+from fullgraph_compile.input_rows import InputRows, recordable
 from fullgraph_compile.ladder import capture_lengths, slots_of
 from fullgraph_compile.program import Program
 from fullgraph_compile.progress import steps
@@ -48,13 +49,16 @@ Outputs = Sequence[tuple[Tensor, int | None]]
 
 @dataclass(frozen=True)
 class Rows:
-    """What a call writes, the first rows of a bucket's inputs and all inputs without rows; and what it returns, the
-    first rows of its outputs.
+    """What a call of some token count gives, and what it gets.
 
     Made once for each token count: a view costs as much as a small copy.
+
+    Attributes:
+        shapes: of each input that has a token dim, with its index.
+        outputs: the first rows of the bucket's outputs.
     """
 
-    inputs: list[Tensor]
+    shapes: list[tuple[int, torch.Size]]
     outputs: list[Tensor]
 
 
@@ -62,16 +66,19 @@ class Rows:
 class Bucket:
     """One captured size: its static inputs, metadata, outputs, and its graph.
 
-    ``not_alike`` are the inputs, by index, whose rows lie at other places in other buckets.
+    Attributes:
+        input_rows: copies a call's inputs into ``inputs``, as the first node of the graph.
+        kept: inputs that its graph reads when it is launched without a call.
     """
 
     tokens: int
     static: StaticBatch
     inputs: dict[int, Tensor]
     outputs: list[Tensor]
-    not_alike: frozenset[int]
+    input_rows: InputRows
     graph: RecordedGraph | None = None
     rows: dict[int, Rows] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
 
 
 class CaptureSet:
@@ -109,7 +116,7 @@ class CaptureSet:
         self.cache = cache
         self._cache_memory = WeightMemory(() if cache is None else (*cache.k, *cache.v))
         buckets = [(tokens, slots_of(tokens, limits.slots)) for tokens in limits.ladder]
-        self.buffers = StaticBuffers(device, buckets, limits.context_length, cache)
+        self.buffers = StaticBuffers(device, buckets, limits.context_length, cache, len(inputs.tokens))
         self.buckets: dict[int, Bucket] = {}
         self._weights = WeightMemory(weights_of(args, inputs.weights))
         self._allocate(args)
@@ -157,11 +164,17 @@ class CaptureSet:
             if self.buffers.staged is not bucket.static:
                 # Kernels would follow the offsets of another bucket, out of this one's memory.
                 raise RuntimeError(f"another bucket was staged after bucket {bucket.tokens}, before its run")
+            self.take_inputs(bucket)
             results = self.program.run(values, bucket.static)
             for buffer, result in zip(bucket.outputs, results, strict=True):
                 buffer.copy_(result)
 
         return run
+
+    def take_inputs(self, bucket: Bucket) -> None:
+        """What a run of the bucket begins with: the inputs of the call that is staged."""
+        if self._recordable:
+            bucket.input_rows.copy()
 
     def values_of(self, bucket: Bucket, args: Sequence[Any]) -> list[Any]:
         """The placeholders of a run of the bucket: its static inputs, and the weights of ``args``."""
@@ -177,23 +190,23 @@ class CaptureSet:
         examples = {i: (args[i], dim) for i, dim in self.inputs.tokens.items()}
         inputs = {i: self._storage(t, dim, ladder[-1]) for i, (t, dim) in examples.items()}
         outputs = [self._storage(fake, dim, ladder[-1]) for fake, dim in self.outputs]
-        # Rows of the inputs that a call has written since they were last zeroed.
-        self._dirty = 0
         self._values = {
             i: torch.empty(args[i].shape, dtype=args[i].dtype, device=self.device).copy_(args[i])
             for i in self.inputs.values
         }
-        # What a call copies into its bucket, by index.
-        self._copied = (*self.inputs.tokens, *self._values)
+        self._recordable = recordable(self.device)
         self.storages = frozenset(s.untyped_storage().data_ptr() for s in outputs)
         for tokens in ladder:
             static = self.buffers.of(tokens)
+            views = {i: _view(inputs[i], t, dim, tokens) for i, (t, dim) in examples.items()}
+            dims = list(self.inputs.tokens.values())
+            addresses = self.buffers.addresses_of(tokens)
             self.buckets[tokens] = Bucket(
                 tokens,
                 static,
-                {i: _view(inputs[i], t, dim, tokens) for i, (t, dim) in examples.items()},
+                views,
                 [_view(s, fake, dim, tokens) for s, (fake, dim) in zip(outputs, self.outputs, strict=True)],
-                frozenset(i for i, (t, dim) in examples.items() if t.shape[:dim].numel() != 1),
+                InputRows(list(views.values()), dims, addresses, static.num_real_tokens),
             )
 
         self._largest = self.buckets[ladder[-1]]
@@ -223,52 +236,76 @@ class CaptureSet:
         """
         bucket = self.buckets[tokens]
         assert bucket.graph is not None
-        rows = self.stage(tokens, args, batch, poison)
+        rows, sources = self.stage(tokens, args, batch, poison)
         bucket.graph.replay()
+        del sources  # not before the launch: its memory is whose comes next on this stream
         return list(rows.outputs)
 
-    def stage(self, tokens: int, args: Sequence[Any], batch: PrefillBatch, poison: Poison | None) -> Rows:
-        """Write a batch and its inputs into what the bucket's graph reads; returns the rows that are real."""
+    def stage(
+        self, tokens: int, args: Sequence[Any], batch: PrefillBatch, poison: Poison | None
+    ) -> tuple[Rows, list[Tensor]]:
+        """Write a batch, and where its inputs lie, into what the bucket's graph reads.
+
+        Returns:
+            The rows that are real, and the tensors that the graph takes its inputs from, to be kept until it is
+            launched.
+
+        Raises:
+            ValueError: an input has not one row for each token.
+        """
         bucket = self.buckets[tokens]
         rows = bucket.rows.get(batch.tokens)
         if rows is None:
-            rows = bucket.rows[batch.tokens] = self._first_rows(bucket, batch.tokens)
-        static = self.buffers.stage(batch, tokens, poison)
+            rows = bucket.rows[batch.tokens] = self._rows_of(bucket, batch.tokens)
+        sources, addresses = [], []
+        for i, shape in rows.shapes:
+            source = args[i]
+            if source.shape != shape:
+                raise ValueError(f"input {i} is {list(source.shape)} for {batch!r}; it must be {list(shape)}")
+            if source.device != self.device or not source.is_contiguous():
+                source = source.to(self.device, non_blocking=True).contiguous()
+            sources.append(source)
+            addresses.append(source.data_ptr())
         if poison is not None:
             self._poison(bucket, poison)
-        torch._foreach_copy_(rows.inputs, [args[i] for i in self._copied], non_blocking=True)
-        if batch.tokens != self._dirty or bucket.not_alike:
-            self._zero_padded_rows(bucket, batch.tokens)
+        static = self.buffers.stage(batch, tokens, poison, addresses)
+        if self._values:
+            torch._foreach_copy_([*self._values.values()], [args[i] for i in self._values], non_blocking=True)
+        if not self._recordable:
+            self._copy_rows(bucket, sources, batch.tokens)
         if self.program.plans:
             self.program.plan(batch, static)
-        return rows
+        return rows, sources
 
-    def _first_rows(self, bucket: Bucket, tokens: int) -> Rows:
+    def _rows_of(self, bucket: Bucket, tokens: int) -> Rows:
         return Rows(
-            [
-                *[bucket.inputs[i].narrow(dim, 0, tokens) for i, dim in self.inputs.tokens.items()],
-                *self._values.values(),
-            ],
+            [(i, bucket.inputs[i].narrow(dim, 0, tokens).shape) for i, dim in self.inputs.tokens.items()],
             [
                 buffer if dim is None else buffer.narrow(dim, 0, tokens)
                 for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True)
             ],
         )
 
-    def _zero_padded_rows(self, bucket: Bucket, tokens: int) -> None:
-        """Rows past the real total are zeros; those that no earlier call has written still are."""
-        for i, dim in self.inputs.tokens.items():
-            # The buckets share a storage, where a row of one is the same row of another unless a dim comes before it:
-            # so the rows that a call of a larger bucket has written are zeroed too, once for all that follow.
-            inputs, last = self._largest.inputs[i], self._dirty
-            if i in bucket.not_alike:
-                inputs, last = bucket.inputs[i], bucket.tokens
-            if tokens < last:
-                inputs.narrow(dim, tokens, last - tokens).zero_()
-        self._dirty = tokens
+    def _copy_rows(self, bucket: Bucket, sources: Sequence[Tensor], tokens: int) -> None:
+        """What the graph does itself where it can be recorded."""
+        for (i, dim), source in zip(self.inputs.tokens.items(), sources, strict=True):
+            inputs = bucket.inputs[i]
+            inputs.narrow(dim, 0, tokens).copy_(source)
+            inputs.narrow(dim, tokens, bucket.tokens - tokens).zero_()
+
+    def relaunch(self, tokens: int) -> Callable[[], None]:
+        """What launches the bucket's graph by itself, again and again, on the metadata and inputs that it has now.
+
+        Those of the last call may be gone by then, so the graph gets a copy of its own until the next call is staged.
+        """
+        bucket = self.buckets[tokens]
+        assert bucket.graph is not None
+        real = int(bucket.static.num_real_tokens)
+        bucket.kept = [bucket.inputs[i].narrow(dim, 0, real).contiguous() for i, dim in self.inputs.tokens.items()]
+        bucket.input_rows.addresses.copy_(torch.tensor([t.data_ptr() for t in bucket.kept]))
+        return bucket.graph.replay
 
     def _poison(self, bucket: Bucket, poison: Poison) -> None:
-        self._dirty = self.limits.ladder[-1]
         for tensor in (*bucket.inputs.values(), *bucket.outputs):
             if tensor.is_floating_point():
                 tensor.fill_(float("nan") if poison is Poison.IMPOSSIBLE else 1.0)

@@ -115,7 +115,7 @@ def _cut(
 def _forecast(runner: BodyRunner, limits: Limits, args: Sequence[Any], cache: PagedKVCache | None) -> Forecast:
     assert runner.recorder is not None
     buckets = [(tokens, slots_of(tokens, limits.slots)) for tokens in limits.ladder]
-    metadata = metadata_bytes(buckets, limits.context_length, cache)
+    metadata = metadata_bytes(buckets, limits.context_length, cache, len(runner.inputs.tokens))
     probes = _set(runner, replace(limits, ladder=probe_sizes(limits.ladder)), args, cache)
     try:
         with phase("forecasting memory", show=runner.show_progress), runner.recorder.session():

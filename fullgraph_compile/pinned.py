@@ -32,6 +32,11 @@ class PinnedBlock:
         """The same as an array of int32."""
         return self.bytes.view(torch.int32).numpy()
 
+    @cached_property
+    def memory(self) -> memoryview:
+        """The same as bytes."""
+        return self.bytes.numpy().data
+
 
 class PinnedRing:
     """Blocks that the host writes and a device copies from, in turn, without a wait.
@@ -108,13 +113,20 @@ class WordCopier:
         if self._ring is not None:
             self._ring.reserve(4 * words)
 
-    def copy(self, words: np.ndarray, to: Tensor) -> None:
-        """Copy ``words`` to a contiguous int32 tensor of their size, on the current stream."""
+    def copy(self, words: np.ndarray, to: Tensor, front: bytes = b"") -> None:
+        """Copy ``front``, in whole words, then ``words`` to a contiguous int32 tensor of their size, on the current
+        stream."""
+        at = len(front) // 4
+        size = at + len(words)
         if self._ring is None:
+            if front:
+                words = np.concatenate([np.frombuffer(front, dtype=np.int32), words])
             to.copy_(torch.from_numpy(words))
             return
-        if words.nbytes > self._ring.size:
-            self._ring.reserve(words.nbytes)
+        if 4 * size > self._ring.size:
+            self._ring.reserve(4 * size)
         block = self._ring.take()
-        block.array[: len(words)] = words
-        to.copy_(block.words.first(len(words)), non_blocking=True)
+        if front:
+            block.memory[: len(front)] = front
+        block.array[at:size] = words
+        to.copy_(block.words.first(size), non_blocking=True)

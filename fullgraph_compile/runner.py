@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +202,10 @@ class BodyRunner:
     def buckets(self) -> dict[int, Bucket]:
         """The captured buckets of the set that was used last."""
         return self._sets[0].buckets if self._sets else {}
+
+    def relaunch(self, bucket: int) -> Callable[[], None]:
+        """What launches the graph of a bucket of that set without a call, on what it was last called with."""
+        return self._sets[0].relaunch(bucket)
 
     def capture(self, args: Sequence[Any], cache: PagedKVCache | None = None) -> CaptureSet | None:
         """Warm up and capture every bucket.  A bucket that fails is turned off with its reason; the others work.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,23 +42,25 @@ _MOST_KEPT = 1024
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where each vector lies in a block of int32: slot ids, lengths and offsets, then the page table.
+    """Where each vector lies in a block of int32: addresses, slot ids, lengths and offsets, then the page table.
 
     ``cu_q`` and ``cu_k`` are what ``pad_cu_q`` and ``pad_cu_k`` begin with.
 
-    ``pack`` writes the vectors in the order of ``parts``.
+    ``pack`` writes the vectors after the addresses, in the order of ``parts``.
 
     Attributes:
         tokens: rows of the call.
         slots: request slots.
         max_k: bound of cached and new tokens of a request.
         page_size: tokens in a page of the KV cache; 0 = no cache.
+        inputs: inputs of a call whose addresses come first.
     """
 
     tokens: int
     slots: int
     max_k: int
     page_size: int = 0
+    inputs: int = 0
 
     @property
     def columns(self) -> int:
@@ -69,6 +72,7 @@ class _Layout:
         """Name and size of each vector before the page table, in int32 words."""
         s = self.slots
         return (
+            *((("addresses", 2 * self.inputs),) if self.inputs else ()),
             *((("slot_ids", 2 * self.tokens),) if self.page_size else ()),
             ("num_real_tokens", 1), ("q_lens", s), ("k_lens", s), ("pad_cu_q", s + 2), ("pad_cu_k", s + 2),
         )  # fmt: skip
@@ -77,6 +81,11 @@ class _Layout:
     def head(self) -> int:
         """Words before the page table."""
         return sum(_aligned(n) for _, n in self.parts)
+
+    @cached_property
+    def front(self) -> struct.Struct:
+        """The addresses as ``front.pack`` writes them."""
+        return struct.Struct(f"={self.inputs}q{4 * _aligned(2 * self.inputs) - 8 * self.inputs}x")
 
     @property
     def size(self) -> int:
@@ -89,18 +98,20 @@ class _Layout:
             at += _aligned(n)
         for name in ("cu_q", "cu_k"):
             views[name] = views[f"pad_{name}"][:-1]
+        for name in views.keys() & {"addresses", "slot_ids"}:
+            views[name] = views[name].view(torch.int64)
         if self.page_size:
-            views["slot_ids"] = views["slot_ids"].view(torch.int64)
             views["page_table"] = block[at : at + self.slots * self.columns].view(self.slots, self.columns)
         return views
 
     @cached_property
     def _gaps(self) -> tuple[bytes, ...]:
-        """What is between the vectors before the page table; slot ids end where they end."""
-        return tuple(bytes(4 * (_aligned(n) - n)) for name, n in self.parts if name != "slot_ids")
+        """What is between the vectors of int32 before the page table."""
+        return tuple(bytes(4 * (_aligned(n) - n)) for name, n in self.parts if name not in ("addresses", "slot_ids"))
 
     def pack(self, batch: PrefillBatch, rows: int) -> np.ndarray:
-        """All metadata of a batch, tails included, and the first ``rows`` rows of the page table; not to be written."""
+        """All metadata of a batch but the addresses, tails included, and the first ``rows`` rows of the page table; not
+        to be written."""
         # Of one request only its length is to be known.
         alone = not self.page_size and batch.requests == 1 and not any(batch.cached_tokens)
         if alone and batch.tokens in self._of_one:
@@ -120,7 +131,7 @@ class _Layout:
             self._of_one[batch.tokens] = head
         if not self.page_size:
             return head
-        at = self.head
+        at = self.head - self.front.size // 4
         words = np.zeros(at + rows * self.columns, dtype=np.int32)
         words[at - len(head) : at] = head
         self._pack_pages(batch, words[: 2 * self.tokens].view(np.int64), words[at:].reshape(rows, self.columns))
@@ -145,10 +156,10 @@ class _Layout:
         slot_ids[: batch.tokens] = table[request, page].astype(np.int64) * self.page_size + offset
 
 
-def metadata_bytes(buckets: Sequence[tuple[int, int]], max_k: int, cache: PagedKVCache | None) -> int:
+def metadata_bytes(buckets: Sequence[tuple[int, int]], max_k: int, cache: PagedKVCache | None, inputs: int = 0) -> int:
     """What ``StaticBuffers`` of these buckets takes on the device."""
     page_size = 0 if cache is None else cache.page_size
-    return 4 * _block_words([_Layout(tokens, slots, max_k, page_size) for tokens, slots in buckets])[1]
+    return 4 * _block_words([_Layout(tokens, slots, max_k, page_size, inputs) for tokens, slots in buckets])[1]
 
 
 def _block_words(layouts: Sequence[_Layout]) -> tuple[int, int]:
@@ -172,6 +183,7 @@ class StaticBuffers:
         buckets: (tokens, request slots) of each; the tokens also bound the new tokens of a request.
         max_k: bound of cached and new tokens of a request.
         cache: the KV cache that the graphs read and write, or None.
+        inputs: inputs of a call whose addresses are staged with it.
     """
 
     def __init__(
@@ -180,10 +192,11 @@ class StaticBuffers:
         buckets: Sequence[tuple[int, int]],
         max_k: int,
         cache: PagedKVCache | None = None,
+        inputs: int = 0,
     ) -> None:
         self.device = device
         page_size = 0 if cache is None else cache.page_size
-        layouts = [_Layout(tokens, slots, max_k, page_size) for tokens, slots in buckets]
+        layouts = [_Layout(tokens, slots, max_k, page_size, inputs) for tokens, slots in buckets]
         head, size = _block_words(layouts)
         with torch.inference_mode(False):
             self._block = torch.zeros(size, dtype=torch.int32, device=device)
@@ -191,6 +204,7 @@ class StaticBuffers:
         self._copier = WordCopier(device)
         self._copier.reserve(size)
         self._dirty = 0  # rows of the page table that hold what the last call staged
+        self._no_inputs = (0,) * inputs
         self._buckets: dict[int, tuple[_Layout, Views, StaticBatch]] = {}
         for layout in layouts:
             block = self._block[head - layout.head :]
@@ -201,8 +215,18 @@ class StaticBuffers:
         """The metadata of bucket ``tokens``."""
         return self._buckets[tokens][2]
 
-    def stage(self, batch: PrefillBatch, tokens: int, poison: Poison | None = None) -> StaticBatch:
+    def addresses_of(self, tokens: int) -> Tensor:
+        """Where the inputs of the call lie that was staged in bucket ``tokens``: int64."""
+        layout, block, _ = self._buckets[tokens]
+        return layout.views(block.tensor)["addresses"]
+
+    def stage(
+        self, batch: PrefillBatch, tokens: int, poison: Poison | None = None, addresses: Sequence[int] = ()
+    ) -> StaticBatch:
         """Write a batch into the metadata of bucket ``tokens``, on the current stream, without waiting.
+
+        Args:
+            addresses: where the inputs of the call lie, each 0 where there is none; empty = there are none at all.
 
         The batch is checked against the bounds that the bucket's kernels got at capture; one outside of them is an
         error here, as it would read out of bounds there.
@@ -213,13 +237,15 @@ class StaticBuffers:
                 f"{batch!r}, longest {batch.longest}, does not fit bucket {static.tokens} with {static.slots} "
                 f"request slots and {static.max_k} tokens a request"
             )
+        front = layout.front
+        at = front.size // 4
         if poison is not None:
             words = _poisoned(layout, static, poison)
-            self._copier.copy(words, block.first(len(words)))
+            self._copier.copy(words, block.first(at + len(words)), front.pack(*self._no_inputs))
             self._dirty = max(self._dirty, layout.slots)
         rows = max(batch.requests, min(self._dirty, layout.slots)) if layout.page_size else 0
         words = layout.pack(batch, rows)
-        self._copier.copy(words, block.first(len(words)))
+        self._copier.copy(words, block.first(at + len(words)), front.pack(*(addresses or self._no_inputs)))
         # Rows past the slots of this bucket stay as a larger one left them.
         self._dirty = max(batch.requests, self._dirty) if self._dirty > layout.slots else batch.requests
         self.staged = static
@@ -244,12 +270,14 @@ class ExactBuffers:
 
 def _static(layout: _Layout, block: Tensor, max_q: int, cache: PagedKVCache | None) -> StaticBatch:
     views: dict[str, Any] = layout.views(block)
+    views.pop("addresses", None)  # nothing that attention reads
     return StaticBatch(layout.tokens, layout.slots, max_q, layout.max_k, cache=cache, **views)
 
 
 def _poisoned(layout: _Layout, static: StaticBatch, poison: Poison) -> np.ndarray:
     if poison is Poison.IMPOSSIBLE:
-        return np.full(layout.size, 2**30, dtype=np.int32)
+        # An address is never one of these: nobody may read there.
+        return np.full(layout.size - layout.front.size // 4, 2**30, dtype=np.int32)
     # A full batch of nearly equal requests over pages that exist, so that every tail holds live-looking values.
     short, longer = divmod(static.tokens, static.slots)
     batch = PrefillBatch([short + 1] * longer + [short] * (static.slots - longer), device="cpu")

@@ -68,7 +68,7 @@ class PiecewiseBucket:
         warm(), warm()
         values = program.joined(self.set.values_of(self.bucket, args))
         values += [None] * (program.pieces.slots - len(values))
-        last = [step for step in program.pieces.steps if isinstance(step, PieceCall)][-1]
+        calls = [step for step in program.pieces.steps if isinstance(step, PieceCall)]
         for step in program.pieces.steps:
             if not isinstance(step, PieceCall):
                 operands = tuple(None if i is None else values[i] for i in step.inputs)
@@ -83,8 +83,11 @@ class PiecewiseBucket:
                 inputs: list[Any] = inputs,
                 results: list[Tensor] = results,
                 slots: tuple[int, ...] = tuple(step.outputs),
-                final: bool = step is last,
+                first: bool = step is calls[0],
+                final: bool = step is calls[-1],
             ) -> None:
+                if first:
+                    self.set.take_inputs(self.bucket)
                 # Kept, so that their memory is nobody else's in the pool: the next piece reads it there.
                 for i, result in enumerate(piece(*inputs)):
                     if i < len(results):
@@ -110,7 +113,8 @@ class PiecewiseBucket:
 
     def __call__(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
         """Outputs of the body, cut to real rows: views of buffers that the next call overwrites."""
-        rows = self.set.stage(self.tokens, args, batch, None)
+        # The sources of the inputs must not be let go of before the last launch.
+        rows, _sources = self.set.stage(self.tokens, args, batch, None)
         for step in self.steps:
             if isinstance(step, _Attention):
                 step.out.copy_(self._attend(step.site, step.operands))

@@ -16,7 +16,6 @@ from fullgraph_compile.bench.names import NEEDS_CUDA, PLAIN
 from fullgraph_compile.bench.random_lengths import Beyond, between, play, random_lengths
 from fullgraph_compile.bench.routes import Ours, first_call, forget, is_graph, plain_route, random_ids
 from fullgraph_compile.bench.timing import machine, median_ms
-from fullgraph_compile.graphs import RecordedGraph
 from fullgraph_compile.report import first_lines
 
 
@@ -165,8 +164,8 @@ def _ours(
         _random(result, ours, device, settings, words)
 
 
-def _replay_of(graph: RecordedGraph) -> Callable[[Any], None]:
-    return lambda _: graph.replay()
+def _alone(launch: Callable[[], None]) -> Callable[[Any], None]:
+    return lambda _: launch()
 
 
 def _random(result: Result, ours: Ours, device: torch.device, settings: Settings, words: int) -> None:
@@ -176,7 +175,7 @@ def _random(result: Result, ours: Ours, device: torch.device, settings: Settings
             # A graph reads the metadata that were staged last, and buckets share their buffers: of a longer call, they
             # would lead past its end.
             ours(random_ids(words, tokens, device, count=1)[0])
-            replays[tokens] = median_ms(_replay_of(bucket.graph), [torch.empty(0)], device, repeats=10)
+            replays[tokens] = median_ms(_alone(ours.runner.relaunch(tokens)), [torch.empty(0)], device, repeats=10)
     compiled = between(result.times.get("compiled") or result.times["full_prefill"])
 
     def alone(n: int) -> float:

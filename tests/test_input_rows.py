@@ -1,0 +1,169 @@
+"""A graph takes its inputs itself, from where the caller has them: any values, token counts, dims and dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullgraph_compile as fgc
+from fullgraph_compile import capture
+from fullgraph_compile.graphs import create_recorder
+from fullgraph_compile.input_rows import InputRows, recordable
+from tests.models import tiny, tokens
+from tests.runtime.bodies import ready, run, runners
+
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+ROWS = 300
+# Shape and token dim of an input, its dtype: ids, embeddings, positions of three axes, flags, odd sizes.
+INPUTS: list[tuple[tuple[int, ...], int, torch.dtype]] = [
+    ((1, ROWS), 1, torch.int64),
+    ((1, ROWS, 24), 1, torch.bfloat16),
+    ((3, 1, ROWS), 2, torch.int64),
+    ((ROWS, 5), 0, torch.float32),
+    ((2, ROWS, 3), 1, torch.bool),
+    ((2, 3, ROWS, 7), 2, torch.float16),
+    ((1, ROWS), 1, torch.complex128),
+]
+
+
+class Rig:
+    """Static inputs, and where the caller's lie."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.inputs = [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in INPUTS]
+        self.dims = [dim for _, dim, _ in INPUTS]
+        self.addresses = torch.zeros(len(INPUTS), dtype=torch.int64, device=device)
+        self.real = torch.zeros(1, dtype=torch.int32, device=device)
+        self.rows = InputRows(self.inputs, self.dims, self.addresses, self.real)
+
+    def poison(self) -> None:
+        for tensor in self.inputs:
+            tensor.view(torch.uint8).fill_(255) if tensor.dtype is not torch.bool else tensor.fill_(True)
+
+    def stage(self, count: int, *, given: bool = True) -> list[Tensor]:
+        """The call's own inputs, which must be kept until they are taken."""
+        own = [some(tensor, dim, count) for tensor, dim in zip(self.inputs, self.dims, strict=True)]
+        self.addresses.copy_(torch.tensor([t.data_ptr() if given else 0 for t in own]))
+        self.real.fill_(count)
+        return own
+
+    def check(self, own: list[Tensor], count: int) -> None:
+        for tensor, dim, mine in zip(self.inputs, self.dims, own, strict=True):
+            assert torch.equal(tensor.narrow(dim, 0, count), mine)
+            assert not tensor.narrow(dim, count, ROWS - count).any()
+
+
+def some(like: Tensor, dim: int, count: int) -> Tensor:
+    shape = [count if d == dim else size for d, size in enumerate(like.shape)]
+    values = torch.randint(1, 100, shape, device=like.device)
+    # One element further on: no more is known of where a tensor begins than that its elements lie at their own size.
+    whole = torch.empty(values.numel() + 1, dtype=like.dtype, device=like.device)
+    whole[1:] = values.flatten().to(like.dtype)
+    return whole[1:].view(shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_copied_and_those_after_them_are_zeros(device: str) -> None:
+    rig = Rig(device)
+    for count in (ROWS, 1, 77, 0, ROWS - 1, 5):
+        rig.poison()
+        if count == 0:
+            own = rig.stage(0, given=False)
+            rig.rows.copy()
+            assert not any(t.any() for t in rig.inputs), "an input that is not there is zeros"
+            continue
+        own = rig.stage(count)
+        rig.rows.copy()
+        rig.check(own, count)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_graph_takes_them_from_where_they_are_at_each_replay(device: str) -> None:
+    rig = Rig(device)
+    recorder: Any = create_recorder("cuda" if device == "cuda" else "tape", rig.device)
+    with recorder.session():
+        rig.stage(ROWS, given=False)
+        rig.rows.copy()
+        graph = recorder.record(rig.rows.copy)
+    a, b = 40, 299
+    for count in (a, b, a):  # A-B-A
+        rig.poison()
+        own = rig.stage(count)
+        graph.replay()
+        rig.check(own, count)
+    recorder.close()
+
+
+def layers(device: str, **options: Any) -> nn.Module:
+    return ready("compile", tiny("Llama", num_hidden_layers=1).to(device), buckets=[8, 16], **options)
+
+
+def test_inputs_that_are_no_piece_of_memory_are_copied_first() -> None:
+    body = layers("cpu", strict=True)
+    ids = tokens(14)[None]
+    want = run(body, 7)  # traced
+    every_other = torch.stack([tokens(7)] * 2, dim=-1)[None, :, 0]
+    assert not every_other.is_contiguous()
+    with torch.inference_mode():
+        got = body(input_ids=every_other, use_cache=False).last_hidden_state
+        want = body(input_ids=every_other.contiguous(), use_cache=False).last_hidden_state
+        further = body(input_ids=ids[:, 7:], use_cache=False).last_hidden_state
+        assert torch.equal(further, body(input_ids=ids[:, 7:].clone(), use_cache=False).last_hidden_state)
+    assert torch.equal(got, want)
+
+
+def test_an_input_of_another_length_is_never_read() -> None:
+    body = layers("cpu")
+    run(body, 7)
+    runner = runners(body)[0]
+    graphs, batch = runner._sets[0], fgc.PrefillBatch([7], device="cpu")
+    args: list[Any] = [None] * 64
+    for i, dim in graphs.inputs.tokens.items():
+        shape = list(graphs._largest.inputs[i].shape)
+        shape[dim] = 5
+        args[i] = torch.zeros(shape, dtype=graphs._largest.inputs[i].dtype)
+    before = graphs.buffers._block.clone()
+    with pytest.raises(ValueError, match=r"is \[1, 5\] for PrefillBatch\(1 requests, .*; it must be \[1, 7\]$"):
+        graphs.stage(8, args, batch, None)
+    assert torch.equal(graphs.buffers._block, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_launch_without_a_call_reads_inputs_of_its_own(device: str) -> None:
+    body = layers(device)
+    ids = tokens(14)[None].to(device)
+    with torch.inference_mode():
+        for _ in range(2):  # the first call is followed by some of our own
+            want = body(input_ids=ids[:, :7].clone(), use_cache=False).last_hidden_state
+        runner = runners(body)[0]
+        launch = runner.relaunch(8)
+        bucket = runner.buckets[8]
+        for tensor in bucket.inputs.values():
+            tensor.zero_()
+        bucket.outputs[0].zero_()
+        launch(), launch()
+        assert torch.equal(bucket.outputs[0].narrow(1, 0, 7), want)
+        assert torch.equal(body(input_ids=ids[:, :7].clone(), use_cache=False).last_hidden_state, want)
+
+
+def test_where_the_kernel_is_not_to_be_had_they_are_copied_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "recordable", lambda device: False)
+    body, plain = layers("cpu", strict=True), tiny("Llama", num_hidden_layers=1)
+    monkeypatch.setattr(InputRows, "copy", lambda self: pytest.fail("recorded"))
+    for count in (12, 7, 3, 12):
+        ids = tokens(count)[None]
+        with torch.inference_mode():
+            got = body(input_ids=ids, use_cache=False).last_hidden_state
+            want = plain(input_ids=ids, use_cache=False).last_hidden_state
+        torch.testing.assert_close(got, want)
+        for i, dim in runners(body)[0].inputs.tokens.items():
+            bucket = runners(body)[0].buckets[8 if count <= 8 else 16]
+            assert not bucket.inputs[i].narrow(dim, count, bucket.tokens - count).any()
+
+
+def test_kernels_are_there_where_triton_is() -> None:
+    assert recordable(torch.device("cpu"))
