@@ -299,11 +299,13 @@ class CaptureSet:
         Those of the last call may be gone by then, so the graph gets a copy of its own until the next call is staged.
         """
         bucket = self.buckets[tokens]
-        assert bucket.graph is not None
+        graph = bucket.graph
+        assert graph is not None
         real = int(bucket.static.num_real_tokens)
-        bucket.kept = [bucket.inputs[i].narrow(dim, 0, real).contiguous() for i, dim in self.inputs.tokens.items()]
+        rows = [bucket.inputs[i].narrow(dim, 0, real) for i, dim in self.inputs.tokens.items()]
+        bucket.kept = [t.clone(memory_format=torch.contiguous_format) for t in rows]
         bucket.input_rows.addresses.copy_(torch.tensor([t.data_ptr() for t in bucket.kept]))
-        return bucket.graph.replay
+        return lambda: graph.replay()
 
     def _poison(self, bucket: Bucket, poison: Poison) -> None:
         for tensor in (*bucket.inputs.values(), *bucket.outputs):

@@ -13,7 +13,7 @@ from fullgraph_compile import capture
 from fullgraph_compile.graphs import create_recorder
 from fullgraph_compile.input_rows import InputRows, recordable
 from tests.models import tiny, tokens
-from tests.runtime.bodies import ready, run, runners
+from tests.runtime.bodies import OPTIONS, run, runners
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS = 300
@@ -99,7 +99,8 @@ def test_a_graph_takes_them_from_where_they_are_at_each_replay(device: str) -> N
 
 
 def layers(device: str, **options: Any) -> nn.Module:
-    return ready("compile", tiny("Llama", num_hidden_layers=1).to(device), buckets=[8, 16], **options)
+    options = {**OPTIONS, "graphs": "cuda" if device == "cuda" else "tape", **options}
+    return fgc.compile(tiny("Llama", num_hidden_layers=1).to(device), **options)
 
 
 def test_inputs_that_are_no_piece_of_memory_are_copied_first() -> None:
