@@ -56,7 +56,8 @@ class _Known(NamedTuple):
 class Binder:
     """Binds the calls of one module.
 
-    Calls that are alike are looked at once: what a call becomes follows from what ``_likeness`` tells of it.
+    Calls that are alike are looked at once: what a call becomes follows from what ``_likeness`` tells of it, which
+    follows from how it looks (``_looks``), its token count included.
 
     Args:
         module: the module.
@@ -67,8 +68,9 @@ class Binder:
         lock: held while it is asked about a form.
     """
 
-    # More than these are no likenesses; all are forgotten then.
+    # More than these are no likenesses, and no looks; all are forgotten then.
     MOST_KNOWN = 256
+    MOST_SEEN = 4096
 
     def __init__(
         self,
@@ -88,11 +90,13 @@ class Binder:
         self.lock = lock
         self.refusals = Refusals()
         self._known: dict[Any, _Known] = {}
+        self._seen: dict[Any, _Known] = {}
         self._forms: dict[Any, Form] = {}
 
     def forget(self) -> None:
         """Look at each call anew: the module has changed, or is to be asked again."""
         self._known.clear()
+        self._seen.clear()
 
     def release(self) -> None:
         """Ask again what was refused."""
@@ -124,8 +128,16 @@ class Binder:
             raise NotServed(Reason.GRAD, "call under torch.no_grad() or torch.inference_mode()")
         if what := interposed():
             raise NotServed(Reason.INTERPOSED, what)
-        alike = self._likeness(given, active) if ask else None
-        known = self._known.get(alike) if alike is not None else None
+        looks = _looks(given, active, self.integration.surroundings()) if ask else None
+        known = self._seen.get(looks) if looks is not None else None
+        alike = None
+        if known is None and looks is not None:
+            alike = _likeness(looks)
+            known = self._known.get(alike) if alike is not None else None
+            if known is not None:
+                if len(self._seen) >= self.MOST_SEEN:
+                    self._seen.clear()
+                self._seen[looks] = known
         if known is not None:
             bound = known.bind(given, active)
             batch = bound.batch
@@ -213,39 +225,6 @@ class Binder:
 
     # -- calls that are alike ------------------------------------------------------------------------------------
 
-    def _likeness(self, given: dict[str, Any], active: PrefillBatch | None) -> Any:
-        """All that the form of a call may follow from; None = it has no likeness.
-
-        The token count, or the columns of a padded batch, stand as -1 wherever they are a size, and its rows as -2.
-        """
-        # Under autocast a form says more.
-        if torch._C._is_any_autocast_enabled():
-            return None
-        tokens, rows = 0, 1
-        parts: list[Any] = [self.integration.surroundings()]
-        for name, value in given.items():
-            kind = type(value)
-            if kind is Tensor:
-                shape = value.shape
-                if not tokens:
-                    if active is not None and active.tokens in shape:
-                        tokens = active.tokens
-                    elif len(shape) > 1:
-                        rows, tokens = shape[:2]
-                    # One token, or none, is no dim of its own.
-                    if tokens < 2:
-                        return None
-                sizes = tuple([-1 if size == tokens else size for size in shape])
-                if rows > 1 and shape[:1] == (rows,):
-                    sizes = (-2, *sizes[1:])
-                parts.append((name, value.dtype, value.device, sizes))
-            elif value is None or kind is bool or kind is str:
-                parts.append((name, kind, value))
-            else:
-                return None
-        parts.append(active is not None and active.tokens == tokens)
-        return tuple(parts)
-
     def _remember(self, alike: Any, bound: Bound, form: Form, device: torch.device) -> None:
         """Note what calls like this one become, if their form follows from their likeness."""
         if bound.again is None or bound.batch is None:
@@ -265,3 +244,47 @@ def _wants_grad(module: nn.Module, given: dict[str, Any]) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in given.values()) or any(
         p.requires_grad for p in module.parameters()
     )
+
+
+def _looks(given: dict[str, Any], active: PrefillBatch | None, surroundings: tuple[Any, ...]) -> Any:
+    """All that the form of a call may follow from; None = that is more than is told here."""
+    # Under autocast a form says more.
+    if torch._C._is_any_autocast_enabled():
+        return None
+    parts: list[Any] = [surroundings, None if active is None else active.tokens]
+    for name, value in given.items():
+        kind = type(value)
+        if kind is Tensor:
+            parts.append((name, value.dtype, value.device, value.shape))
+        elif value is None or kind is bool or kind is str:
+            parts.append((name, kind, value))
+        else:
+            return None
+    return tuple(parts)
+
+
+def _likeness(looks: tuple[Any, ...]) -> Any:
+    """The same for any token count: that, or the columns of a padded batch, stands as -1 wherever it is a size, and its
+    rows as -2; None = it has no likeness."""
+    surroundings, active, *arguments = looks
+    tokens, rows = 0, 1
+    parts: list[Any] = [surroundings]
+    for argument in arguments:
+        *kind, shape = argument
+        if not isinstance(shape, torch.Size):
+            parts.append(argument)
+            continue
+        if not tokens:
+            if active is not None and active in shape:
+                tokens = active
+            elif len(shape) > 1:
+                rows, tokens = shape[:2]
+            # One token, or none, is no dim of its own.
+            if tokens < 2:
+                return None
+        sizes = tuple([-1 if size == tokens else size for size in shape])
+        if rows > 1 and shape[:1] == (rows,):
+            sizes = (-2, *sizes[1:])
+        parts.append((*kind, sizes))
+    parts.append(active is not None and active == tokens)
+    return tuple(parts)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fullgraph_compile.arguments import weights_of
-from fullgraph_compile.batch import PrefillBatch, StaticBatch
+from fullgraph_compile.batch import PrefillBatch
+from fullgraph_compile.bucket import Bucket, Inputs, Outputs, Rows, view
 from fullgraph_compile.dispatch import Limits
-from fullgraph_compile.graphs import GraphRecorder, RecordedGraph
+from fullgraph_compile.graphs import GraphRecorder
 from fullgraph_compile.input_rows import InputRows, recordable
 from fullgraph_compile.ladder import capture_lengths, slots_of
 from fullgraph_compile.program import Program
@@ -22,63 +22,6 @@ from fullgraph_compile.weight_memory import WeightMemory
 
 if TYPE_CHECKING:
     from fullgraph_compile.cache import PagedKVCache
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What each placeholder of the body is, by index.
-
-    Attributes:
-        sizes: the token count itself.
-        tokens: index -> token dim, for tensors that are padded to the bucket.
-        weights: parameters and buffers; a graph keeps their addresses.
-        values: other tensors, copied into static buffers at each call.
-        forms: dtype and shape of each weight as it was traced.
-    """
-
-    sizes: tuple[int, ...]
-    tokens: dict[int, int]
-    weights: tuple[int, ...]
-    values: tuple[int, ...]
-    forms: dict[int, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
-
-
-Outputs = Sequence[tuple[Tensor, int | None]]
-"""Fake outputs of the body, each with its token dim, or None where the whole leaf is returned."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a call of some token count gives, and what it gets.
-
-    Made once for each token count: a view costs as much as a small copy.
-
-    Attributes:
-        shapes: of each input that has a token dim, with its index.
-        outputs: the first rows of the bucket's outputs.
-    """
-
-    shapes: list[tuple[int, torch.Size]]
-    outputs: list[Tensor]
-
-
-@dataclass
-class Bucket:
-    """One captured size: its static inputs, metadata, outputs, and its graph.
-
-    Attributes:
-        input_rows: copies a call's inputs into ``inputs``, as the first node of the graph.
-        kept: inputs that its graph reads when it is launched without a call.
-    """
-
-    tokens: int
-    static: StaticBatch
-    inputs: dict[int, Tensor]
-    outputs: list[Tensor]
-    input_rows: InputRows
-    graph: RecordedGraph | None = None
-    rows: dict[int, Rows] = field(default_factory=dict)
-    kept: list[Tensor] = field(default_factory=list)
 
 
 class CaptureSet:
@@ -198,14 +141,14 @@ class CaptureSet:
         self.storages = frozenset(s.untyped_storage().data_ptr() for s in outputs)
         for tokens in ladder:
             static = self.buffers.of(tokens)
-            views = {i: _view(inputs[i], t, dim, tokens) for i, (t, dim) in examples.items()}
+            views = {i: view(inputs[i], t, dim, tokens) for i, (t, dim) in examples.items()}
             dims = list(self.inputs.tokens.values())
             addresses = self.buffers.addresses_of(tokens)
             self.buckets[tokens] = Bucket(
                 tokens,
                 static,
                 views,
-                [_view(s, fake, dim, tokens) for s, (fake, dim) in zip(outputs, self.outputs, strict=True)],
+                [view(s, fake, dim, tokens) for s, (fake, dim) in zip(outputs, self.outputs, strict=True)],
                 InputRows(list(views.values()), dims, addresses, static.num_real_tokens),
             )
 
@@ -330,11 +273,3 @@ class CaptureSet:
             if bucket.graph is not None:
                 bucket.graph.close()
         self.buckets.clear()
-
-
-def _view(storage: Tensor, like: Tensor, dim: int | None, tokens: int) -> Tensor:
-    shape = [tokens if d == dim else int(s) for d, s in enumerate(like.shape)]
-    size = 1
-    for s in shape:
-        size *= s
-    return storage[:size].view(shape)

@@ -114,13 +114,14 @@ class CapturedGraph:
             self._check_branches(batch, self.other_branch)
         with runner.lock:
             decision = runner.decide(batch)
-            if self.strict and decision.route is not Route.GRAPH:
+            replayed = decision.route is Route.GRAPH
+            if self.strict and not replayed:
                 self._count(decision, batch, args)
             several = batch.requests > 1 and batch.tokens > 0
             tail_alone = self.tail_alone
             if tail_alone is not None and not (several and active_batch() is not None):
                 tail_alone = None
-            if several and decision.route is not Route.GRAPH and self._one_at_a_time:
+            if not replayed and several and self._one_at_a_time:
                 if tail_alone is not None:
                     inputs = tail_alone.inputs | runner.inputs.tokens
                     sizes = (*tail_alone.sizes, *runner.inputs.sizes)

@@ -119,6 +119,9 @@ class CompiledBody:
                         batch = bound.batch
                         self.report.device_reads += bound.device_reads
                         if batch is None or batch is given:
+                            # A step in Python less where there is no way back.
+                            if bound.back is None:
+                                return self.forms.serve(bound, form, tokens)
                             return self._result(bound, form, tokens)
                         with batch:
                             return self._result(bound, form, tokens)

@@ -24,7 +24,7 @@ from fullgraph_compile.assembly import (
     weight_forms,
 )
 from fullgraph_compile.attention.reference import ReferenceAttention
-from fullgraph_compile.capture import Inputs
+from fullgraph_compile.bucket import Inputs
 from fullgraph_compile.compilers import TraceAgain
 from fullgraph_compile.dispatch import Limits, Reason
 from fullgraph_compile.graphs import create_recorder

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,13 +27,8 @@ class PinnedBlock:
         return Views(self.bytes.view(torch.int32))
 
     @cached_property
-    def array(self) -> np.ndarray:
-        """The same as an array of int32."""
-        return self.bytes.view(torch.int32).numpy()
-
-    @cached_property
     def memory(self) -> memoryview:
-        """The same as bytes."""
+        """The same for the host to write."""
         return self.bytes.numpy().data
 
 
@@ -113,20 +107,14 @@ class WordCopier:
         if self._ring is not None:
             self._ring.reserve(4 * words)
 
-    def copy(self, words: np.ndarray, to: Tensor, front: bytes = b"") -> None:
-        """Copy ``front``, in whole words, then ``words`` to a contiguous int32 tensor of their size, on the current
-        stream."""
-        at = len(front) // 4
-        size = at + len(words)
+    def copy(self, words: bytearray, to: Tensor) -> None:
+        """Copy ``words`` to a contiguous int32 tensor of their size, on the current stream."""
         if self._ring is None:
-            if front:
-                words = np.concatenate([np.frombuffer(front, dtype=np.int32), words])
-            to.copy_(torch.from_numpy(words))
+            to.copy_(torch.frombuffer(words, dtype=torch.int32))
             return
-        if 4 * size > self._ring.size:
-            self._ring.reserve(4 * size)
+        size = len(words)
+        if size > self._ring.size:
+            self._ring.reserve(size)
         block = self._ring.take()
-        if front:
-            block.memory[: len(front)] = front
-        block.array[at:size] = words
-        to.copy_(block.words.first(size), non_blocking=True)
+        block.memory[:size] = words
+        to.copy_(block.words.first(size // 4), non_blocking=True)

@@ -23,7 +23,7 @@ from fullgraph_compile.assembly import (
     weight_forms,
 )
 from fullgraph_compile.batch import PrefillBatch
-from fullgraph_compile.capture import Inputs
+from fullgraph_compile.bucket import Inputs
 from fullgraph_compile.captured import Alone, CapturedGraph
 from fullgraph_compile.counts import buckets_of, guards, other_branch
 from fullgraph_compile.dispatch import Decision, Limits, Reason, decide

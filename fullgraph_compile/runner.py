@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.batch import PrefillBatch
-from fullgraph_compile.capture import Bucket, CaptureSet, Inputs, Outputs
+from fullgraph_compile.bucket import Bucket, Inputs, Outputs
+from fullgraph_compile.capture import CaptureSet
 from fullgraph_compile.dispatch import Decision, Limits, Reason, Route, decide
 from fullgraph_compile.fitting import Fitting, fit
 from fullgraph_compile.graphs import GraphRecorder

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,7 +45,7 @@ class _Layout:
 
     ``cu_q`` and ``cu_k`` are what ``pad_cu_q`` and ``pad_cu_k`` begin with.
 
-    ``pack`` writes the vectors after the addresses, in the order of ``parts``.
+    ``pack`` writes the vectors in the order of ``parts``.
 
     Attributes:
         tokens: rows of the call.
@@ -105,41 +104,44 @@ class _Layout:
         return views
 
     @cached_property
-    def _gaps(self) -> tuple[bytes, ...]:
-        """What is between the vectors of int32 before the page table."""
-        return tuple(bytes(4 * (_aligned(n) - n)) for name, n in self.parts if name not in ("addresses", "slot_ids"))
+    def _gaps(self) -> list[bytes]:
+        """What is behind each vector of int32 before the page table."""
+        return [bytes(4 * (_aligned(n) - n)) for name, n in self.parts if name not in ("addresses", "slot_ids")]
 
-    def pack(self, batch: PrefillBatch, rows: int) -> np.ndarray:
-        """All metadata of a batch but the addresses, tails included, and the first ``rows`` rows of the page table; not
-        to be written."""
+    def pack(self, batch: PrefillBatch, rows: int, addresses: Sequence[int]) -> bytearray:
+        """Addresses and all metadata of a batch, tails included, and the first ``rows`` rows of the page table.
+
+        Bytes are put together at the cost of one array; this is before each launch.
+        """
+        front = self.front.pack(*addresses)
+        if self.page_size:
+            slot_ids = np.zeros(_aligned(2 * self.tokens) // 2, dtype=np.int64)
+            table = np.zeros((rows, self.columns), dtype=np.int32)
+            self._pack_pages(batch, slot_ids, table)
+            return bytearray().join((front, slot_ids.tobytes(), self._vectors(batch), table.tobytes()))
+        if batch.requests > 1 or batch.cached_tokens[0]:
+            return bytearray().join((front, self._vectors(batch)))
         # Of one request only its length is to be known.
-        alone = not self.page_size and batch.requests == 1 and not any(batch.cached_tokens)
-        if alone and batch.tokens in self._of_one:
-            return self._of_one[batch.tokens]
-        # Bytes are put together at the cost of one array; this is before each launch.
+        vectors = self._of_one.get(batch.tokens)
+        if vectors is None:
+            if len(self._of_one) >= _MOST_KEPT:
+                self._of_one.clear()
+            vectors = self._of_one[batch.tokens] = self._vectors(batch)
+        return bytearray().join((front, vectors))
+
+    def _vectors(self, batch: PrefillBatch) -> bytes:
+        """Lengths and offsets."""
         unused = self.slots - batch.requests
         new, starts_q, keys, starts_k = batch.words
         total_q, total_k, zeros = starts_q[-4:], starts_k[-4:], bytes(4 * unused)
         last = self.tokens.to_bytes(4, sys.byteorder)
-        cu_q, cu_k = starts_q + total_q * unused + last, starts_k + total_k * (unused + 1)
-        vectors = (total_q, new + zeros, keys + zeros, cu_q, cu_k)
-        packed = bytearray().join(chain.from_iterable(zip(vectors, self._gaps, strict=True)))
-        head = np.frombuffer(packed, dtype=np.int32)
-        if alone:
-            if len(self._of_one) >= _MOST_KEPT:
-                self._of_one.clear()
-            self._of_one[batch.tokens] = head
-        if not self.page_size:
-            return head
-        at = self.head - self.front.size // 4
-        words = np.zeros(at + rows * self.columns, dtype=np.int32)
-        words[at - len(head) : at] = head
-        self._pack_pages(batch, words[: 2 * self.tokens].view(np.int64), words[at:].reshape(rows, self.columns))
-        return words
+        a, b, c, d, e = self._gaps
+        q, k = (starts_q, total_q * unused, last), (starts_k, total_k * (unused + 1))
+        return b"".join((total_q, a, new, zeros, b, keys, zeros, c, *q, d, *k, e))
 
     @cached_property
-    def _of_one(self) -> dict[int, np.ndarray]:
-        """Metadata of one request without a cache, by its tokens."""
+    def _of_one(self) -> dict[int, bytes]:
+        """Vectors of one request without a cache, by its tokens."""
         return {}
 
     def _pack_pages(self, batch: PrefillBatch, slot_ids: np.ndarray, table: np.ndarray) -> None:
@@ -237,15 +239,13 @@ class StaticBuffers:
                 f"{batch!r}, longest {batch.longest}, does not fit bucket {static.tokens} with {static.slots} "
                 f"request slots and {static.max_k} tokens a request"
             )
-        front = layout.front
-        at = front.size // 4
         if poison is not None:
             words = _poisoned(layout, static, poison)
-            self._copier.copy(words, block.first(at + len(words)), front.pack(*self._no_inputs))
+            self._copier.copy(words, block.first(len(words) // 4))
             self._dirty = max(self._dirty, layout.slots)
         rows = max(batch.requests, min(self._dirty, layout.slots)) if layout.page_size else 0
-        words = layout.pack(batch, rows)
-        self._copier.copy(words, block.first(at + len(words)), front.pack(*(addresses or self._no_inputs)))
+        words = layout.pack(batch, rows, addresses or self._no_inputs)
+        self._copier.copy(words, block.first(len(words) // 4))
         # Rows past the slots of this bucket stay as a larger one left them.
         self._dirty = max(batch.requests, self._dirty) if self._dirty > layout.slots else batch.requests
         self.staged = static
@@ -264,7 +264,7 @@ class ExactBuffers:
         page_size = 0 if batch.cache is None else batch.cache.page_size
         layout = _Layout(batch.tokens, batch.requests, max(1, batch.longest), page_size)
         block = torch.empty(layout.size, dtype=torch.int32, device=self.device)
-        self._copier.copy(layout.pack(batch, batch.requests), block)
+        self._copier.copy(layout.pack(batch, batch.requests, ()), block)
         return _static(layout, block, max(2, *batch.new_tokens), batch.cache)
 
 
@@ -274,10 +274,12 @@ def _static(layout: _Layout, block: Tensor, max_q: int, cache: PagedKVCache | No
     return StaticBatch(layout.tokens, layout.slots, max_q, layout.max_k, cache=cache, **views)
 
 
-def _poisoned(layout: _Layout, static: StaticBatch, poison: Poison) -> np.ndarray:
+def _poisoned(layout: _Layout, static: StaticBatch, poison: Poison) -> bytearray:
+    # There is no plausible address, and none that may be read: all inputs are zeros.
+    addresses = (0,) * layout.inputs
     if poison is Poison.IMPOSSIBLE:
-        # An address is never one of these: nobody may read there.
-        return np.full(layout.size - layout.front.size // 4, 2**30, dtype=np.int32)
+        front = layout.front.pack(*addresses)
+        return bytearray(front) + np.full(layout.size - len(front) // 4, 2**30, dtype=np.int32).tobytes()
     # A full batch of nearly equal requests over pages that exist, so that every tail holds live-looking values.
     short, longer = divmod(static.tokens, static.slots)
     batch = PrefillBatch([short + 1] * longer + [short] * (static.slots - longer), device="cpu")
@@ -287,4 +289,4 @@ def _poisoned(layout: _Layout, static: StaticBatch, poison: Poison) -> np.ndarra
             static.cache,
             [[1 + (r * most + i) % pages for i in range(most)] for r in range(static.slots)],
         )
-    return layout.pack(batch, static.slots)
+    return layout.pack(batch, static.slots, addresses)

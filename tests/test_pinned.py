@@ -52,8 +52,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def write_and_copy(ring: PinnedRing, device: Device, number: int, copied: list[int]) -> None:
     block = ring.take()
-    block.array[0] = number
-    device.jobs.append(lambda: copied.append(int(block.array[0])))
+    block.memory[0] = number
+    device.jobs.append(lambda: copied.append(int(block.memory[0])))
 
 
 @pytest.mark.parametrize("blocks", [4, 16])

@@ -131,9 +131,9 @@ class TransformersModule(PlainModule):
         config = self.module.config
         # Past the config's own attribute access, which costs more than all else.
         own = object.__getattribute__(config, "__dict__")
-        read = [own[name] if name in own else getattr(config, name, None) for name in ("use_cache", "return_dict")]
-        read += [attributes.get(name) for attributes, name in self._paddings]
-        return tuple(read)
+        use_cache = own["use_cache"] if "use_cache" in own else getattr(config, "use_cache", None)
+        return_dict = own["return_dict"] if "return_dict" in own else getattr(config, "return_dict", None)
+        return use_cache, return_dict, *[attributes.get(name) for attributes, name in self._paddings]
 
     @property
     def prepared(self) -> bool:

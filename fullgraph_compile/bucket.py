@@ -1,0 +1,79 @@
+"""One captured size: what it reads and what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fullgraph_compile.batch import StaticBatch
+from fullgraph_compile.graphs import RecordedGraph
+from fullgraph_compile.input_rows import InputRows
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What each placeholder of the body is, by index.
+
+    Attributes:
+        sizes: the token count itself.
+        tokens: index -> token dim, for tensors that are padded to the bucket.
+        weights: parameters and buffers; a graph keeps their addresses.
+        values: other tensors, copied into static buffers at each call.
+        forms: dtype and shape of each weight as it was traced.
+    """
+
+    sizes: tuple[int, ...]
+    tokens: dict[int, int]
+    weights: tuple[int, ...]
+    values: tuple[int, ...]
+    forms: dict[int, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+
+
+Outputs = Sequence[tuple[Tensor, int | None]]
+"""Fake outputs of the body, each with its token dim, or None where the whole leaf is returned."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a call of some token count gives, and what it gets.
+
+    Made once for each token count: a view costs as much as a small copy.
+
+    Attributes:
+        shapes: of each input that has a token dim, with its index.
+        outputs: the first rows of the bucket's outputs.
+    """
+
+    shapes: list[tuple[int, torch.Size]]
+    outputs: list[Tensor]
+
+
+@dataclass
+class Bucket:
+    """One captured size: its static inputs, metadata, outputs, and its graph.
+
+    Attributes:
+        input_rows: copies a call's inputs into ``inputs``, as the first node of the graph.
+        kept: inputs that its graph reads when it is launched without a call.
+    """
+
+    tokens: int
+    static: StaticBatch
+    inputs: dict[int, Tensor]
+    outputs: list[Tensor]
+    input_rows: InputRows
+    graph: RecordedGraph | None = None
+    rows: dict[int, Rows] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
+
+
+def view(storage: Tensor, like: Tensor, dim: int | None, tokens: int) -> Tensor:
+    """The beginning of a flat storage, as a tensor like another, with ``tokens`` in its token dim."""
+    shape = [tokens if d == dim else int(s) for d, s in enumerate(like.shape)]
+    size = 1
+    for s in shape:
+        size *= s
+    return storage[:size].view(shape)
