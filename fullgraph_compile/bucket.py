@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fullgraph_compile.batch import StaticBatch
+from fullgraph_compile.caller_rows import CallerRows
 from fullgraph_compile.graphs import RecordedGraph
-from fullgraph_compile.input_rows import InputRows
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,13 @@ class Rows:
 
     Attributes:
         shapes: of each input that has a token dim, with its index.
-        outputs: the first rows of the bucket's outputs.
+        outputs: the first rows of the bucket's outputs, and all of those that have none.
+        owned: index and shape of each output that has a token dim.
     """
 
     shapes: list[tuple[int, torch.Size]]
     outputs: list[Tensor]
+    owned: list[tuple[int, torch.Size]]
 
 
 @dataclass
@@ -56,7 +58,8 @@ class Bucket:
     """One captured size: its static inputs, metadata, outputs, and its graph.
 
     Attributes:
-        input_rows: copies a call's inputs into ``inputs``, as the first node of the graph.
+        fetches: copies a call's inputs into ``inputs``, as the first node of the graph.
+        brings: copies ``outputs`` to where the call gets its own, as the last node of the graph.
         kept: inputs that its graph reads when it is launched without a call.
     """
 
@@ -64,7 +67,8 @@ class Bucket:
     static: StaticBatch
     inputs: dict[int, Tensor]
     outputs: list[Tensor]
-    input_rows: InputRows
+    fetches: CallerRows
+    brings: CallerRows
     graph: RecordedGraph | None = None
     rows: dict[int, Rows] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)

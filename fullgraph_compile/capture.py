@@ -11,9 +11,9 @@ from torch import Tensor
 from fullgraph_compile.arguments import weights_of
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.bucket import Bucket, Inputs, Outputs, Rows, view
+from fullgraph_compile.caller_rows import CallerRows, recordable
 from fullgraph_compile.dispatch import Limits
 from fullgraph_compile.graphs import GraphRecorder
-from fullgraph_compile.input_rows import InputRows, recordable
 from fullgraph_compile.ladder import capture_lengths, slots_of
 from fullgraph_compile.program import Program
 from fullgraph_compile.progress import steps
@@ -59,7 +59,7 @@ class CaptureSet:
         self.cache = cache
         self._cache_memory = WeightMemory(() if cache is None else (*cache.k, *cache.v))
         buckets = [(tokens, slots_of(tokens, limits.slots)) for tokens in limits.ladder]
-        self.buffers = StaticBuffers(device, buckets, limits.context_length, cache, len(inputs.tokens))
+        self.buffers = StaticBuffers(device, buckets, limits.context_length, cache, addresses_of(inputs, outputs))
         self.buckets: dict[int, Bucket] = {}
         self._weights = WeightMemory(weights_of(args, inputs.weights))
         self._allocate(args)
@@ -107,17 +107,23 @@ class CaptureSet:
             if self.buffers.staged is not bucket.static:
                 # Kernels would follow the offsets of another bucket, out of this one's memory.
                 raise RuntimeError(f"another bucket was staged after bucket {bucket.tokens}, before its run")
-            self.take_inputs(bucket)
+            self.fetch(bucket)
             results = self.program.run(values, bucket.static)
             for buffer, result in zip(bucket.outputs, results, strict=True):
                 buffer.copy_(result)
+            self.bring(bucket)
 
         return run
 
-    def take_inputs(self, bucket: Bucket) -> None:
+    def fetch(self, bucket: Bucket) -> None:
         """What a run of the bucket begins with: the inputs of the call that is staged."""
         if self._recordable:
-            bucket.input_rows.copy()
+            bucket.fetches.copy()
+
+    def bring(self, bucket: Bucket) -> None:
+        """What a run of the bucket ends with: its outputs are copied to where the call that is staged gets its own."""
+        if self._recordable and bucket.brings.tensors:
+            bucket.brings.copy()
 
     def values_of(self, bucket: Bucket, args: Sequence[Any]) -> list[Any]:
         """The placeholders of a run of the bucket: its static inputs, and the weights of ``args``."""
@@ -141,16 +147,14 @@ class CaptureSet:
         self.storages = frozenset(s.untyped_storage().data_ptr() for s in outputs)
         for tokens in ladder:
             static = self.buffers.of(tokens)
-            views = {i: view(inputs[i], t, dim, tokens) for i, (t, dim) in examples.items()}
-            dims = list(self.inputs.tokens.values())
-            addresses = self.buffers.addresses_of(tokens)
-            self.buckets[tokens] = Bucket(
-                tokens,
-                static,
-                views,
-                [view(s, fake, dim, tokens) for s, (fake, dim) in zip(outputs, self.outputs, strict=True)],
-                InputRows(list(views.values()), dims, addresses, static.num_real_tokens),
-            )
+            given = {i: view(inputs[i], t, dim, tokens) for i, (t, dim) in examples.items()}
+            made = [view(s, fake, dim, tokens) for s, (fake, dim) in zip(outputs, self.outputs, strict=True)]
+            addresses, real = self.buffers.addresses_of(tokens), static.num_real_tokens
+            first, last = addresses[: len(given)], addresses[len(given) :]
+            fetches = CallerRows(list(given.values()), list(self.inputs.tokens.values()), first, real, fetch=True)
+            rows = {i: dim for i, (_, dim) in enumerate(self.outputs) if dim is not None}
+            brings = CallerRows([made[i] for i in rows], list(rows.values()), last, real, fetch=False)
+            self.buckets[tokens] = Bucket(tokens, static, given, made, fetches, brings)
 
         self._largest = self.buckets[ladder[-1]]
 
@@ -171,27 +175,50 @@ class CaptureSet:
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
-    def replay(self, tokens: int, args: Sequence[Any], batch: PrefillBatch, poison: Poison | None) -> list[Tensor]:
+    def replay(
+        self,
+        tokens: int,
+        args: Sequence[Any],
+        batch: PrefillBatch,
+        poison: Poison | None,
+        *,
+        owned: bool = False,
+    ) -> list[Tensor]:
         """Stage a batch and launch its bucket's graph.
 
+        Args:
+            owned: whether outputs that have a token dim are to be the caller's own.
+
         Returns:
-            The body's outputs, cut to real rows: views of buffers that the next call overwrites.
+            The body's outputs, cut to real rows: views of buffers that the next call overwrites, but for the caller's
+            own.
         """
         bucket = self.buckets[tokens]
         assert bucket.graph is not None
-        rows, sources = self.stage(tokens, args, batch, poison)
+        outputs, sources = self.stage(tokens, args, batch, poison, owned=owned and self._recordable)
         bucket.graph.replay()
         del sources  # not before the launch: its memory is whose comes next on this stream
-        return list(rows.outputs)
+        if owned and not self._recordable:
+            return [t if dim is None else t.clone() for t, (_, dim) in zip(outputs, self.outputs, strict=True)]
+        return outputs
 
     def stage(
-        self, tokens: int, args: Sequence[Any], batch: PrefillBatch, poison: Poison | None
-    ) -> tuple[Rows, list[Tensor]]:
-        """Write a batch, and where its inputs lie, into what the bucket's graph reads.
+        self,
+        tokens: int,
+        args: Sequence[Any],
+        batch: PrefillBatch,
+        poison: Poison | None,
+        *,
+        owned: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Write a batch, and where its inputs lie and its outputs go, into what the bucket's graph reads.
+
+        Args:
+            owned: whether the graph brings the outputs to memory of their own.
 
         Returns:
-            The rows that are real, and the tensors that the graph takes its inputs from, to be kept until it is
-            launched.
+            The outputs that the graph will make, and the tensors that it fetches its inputs from, to be kept until it
+            is launched.
 
         Raises:
             ValueError: an input has not one row for each token.
@@ -209,6 +236,13 @@ class CaptureSet:
                 source = source.to(self.device, non_blocking=True).contiguous()
             sources.append(source)
             addresses.append(source.data_ptr())
+        outputs = list(rows.outputs)
+        for i, shape in rows.owned:
+            if owned:
+                outputs[i] = own = outputs[i].new_empty(shape)
+                addresses.append(own.data_ptr())
+            else:
+                addresses.append(0)
         if poison is not None:
             self._poison(bucket, poison)
         static = self.buffers.stage(batch, tokens, poison, addresses)
@@ -218,15 +252,17 @@ class CaptureSet:
             self._copy_rows(bucket, sources, batch.tokens)
         if self.program.plans:
             self.program.plan(batch, static)
-        return rows, sources
+        return outputs, sources
 
     def _rows_of(self, bucket: Bucket, tokens: int) -> Rows:
+        outputs = [
+            buffer if dim is None else buffer.narrow(dim, 0, tokens)
+            for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True)
+        ]
         return Rows(
             [(i, bucket.inputs[i].narrow(dim, 0, tokens).shape) for i, dim in self.inputs.tokens.items()],
-            [
-                buffer if dim is None else buffer.narrow(dim, 0, tokens)
-                for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True)
-            ],
+            outputs,
+            [(i, outputs[i].shape) for i, (_, dim) in enumerate(self.outputs) if dim is not None],
         )
 
     def _copy_rows(self, bucket: Bucket, sources: Sequence[Tensor], tokens: int) -> None:
@@ -239,7 +275,7 @@ class CaptureSet:
     def relaunch(self, tokens: int) -> Callable[[], None]:
         """What launches the bucket's graph by itself, again and again, on the metadata and inputs that it has now.
 
-        Those of the last call may be gone by then, so the graph gets a copy of its own until the next call is staged.
+        The caller's inputs may be gone by then, so the graph gets a copy of its own until the next call is staged.
         """
         bucket = self.buckets[tokens]
         graph = bucket.graph
@@ -247,7 +283,8 @@ class CaptureSet:
         real = int(bucket.static.num_real_tokens)
         rows = [bucket.inputs[i].narrow(dim, 0, real) for i, dim in self.inputs.tokens.items()]
         bucket.kept = [t.clone(memory_format=torch.contiguous_format) for t in rows]
-        bucket.input_rows.addresses.copy_(torch.tensor([t.data_ptr() for t in bucket.kept]))
+        bucket.fetches.addresses.copy_(torch.tensor([t.data_ptr() for t in bucket.kept]))
+        bucket.brings.addresses.zero_()  # the result of that call is the caller's
         return lambda: graph.replay()
 
     def _poison(self, bucket: Bucket, poison: Poison) -> None:
@@ -273,3 +310,8 @@ class CaptureSet:
             if bucket.graph is not None:
                 bucket.graph.close()
         self.buckets.clear()
+
+
+def addresses_of(inputs: Inputs, outputs: Outputs) -> int:
+    """How many addresses are staged with a call: of its inputs and of its outputs that have a token dim."""
+    return len(inputs.tokens) + sum(dim is not None for _, dim in outputs)

@@ -84,6 +84,11 @@ class CapturedGraph:
         self.runner = runner
         self.tail = tail.forward
         self._passes = _passed_on(tail, len(tail_inputs))
+        # Whether each of these is returned once, and has rows, so that the graph can bring it to the caller.
+        rows = [i for i, (_, dim) in enumerate(runner.outputs) if dim is not None]
+        self._brought = (
+            bool(self._passes) and set(self._passes) <= set(rows) and len({*self._passes}) == len(self._passes)
+        )
         self.tail_inputs = tail_inputs
         self.report = runner.report
         self.token_input = token_input
@@ -119,6 +124,8 @@ class CapturedGraph:
                 self._count(decision, batch, args)
             several = batch.requests > 1 and batch.tokens > 0
             tail_alone = self.tail_alone
+            # What the tail does nothing with is the caller's as the graph brings it.
+            copied = owned and runner.clone_outputs
             if tail_alone is not None and not (several and active_batch() is not None):
                 tail_alone = None
             if not replayed and several and self._one_at_a_time:
@@ -129,7 +136,7 @@ class CapturedGraph:
                 rows = self._one_by_one(args, batch)
             else:
                 try:
-                    rows, decision = runner.run(args, batch, decision)
+                    rows, decision = runner.run(args, batch, decision, owned=copied and self._brought)
                 except WeightsChanged:
                     if self.as_traced is None:
                         raise
@@ -138,9 +145,9 @@ class CapturedGraph:
             if tail_alone is not None:
                 return self._tails(self._rows_of_requests(rows, args, batch, tail_alone), batch, tail_alone)
             if self._passes and decision.route is Route.GRAPH:
-                # They are memory that the next call overwrites.
-                copied = owned and runner.clone_outputs
-                return [rows[i].clone() if copied else rows[i] for i in self._passes]
+                if copied and not self._brought:
+                    return [rows[i].clone() for i in self._passes]
+                return [rows[i] for i in self._passes]
             results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
             if not owned:
                 return tuple(results)

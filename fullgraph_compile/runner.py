@@ -94,14 +94,15 @@ class BodyRunner:
         return self.limits if cache is None else self.limits.over_cache(cache.capacity)
 
     def run(
-        self, args: Sequence[Any], batch: PrefillBatch, decision: Decision | None = None
+        self, args: Sequence[Any], batch: PrefillBatch, decision: Decision | None = None, *, owned: bool = False
     ) -> tuple[list[Tensor], Decision]:
         """Outputs of the body, cut to real rows, and how they came about.
 
-        Outputs of a replay are views of buffers that the next call overwrites; ``owned`` copies them.
+        Outputs of a replay are views of buffers that the next call overwrites; ``self.owned`` copies them.
 
         Args:
             decision: what ``decide`` says of the batch, if it was asked.
+            owned: whether those that have a token dim are to be the caller's own at once.
 
         Raises:
             ValueError: the body cannot use the batch's KV cache.
@@ -117,16 +118,16 @@ class BodyRunner:
                     decision = self.decide(batch)  # what failed is turned off
             self._follow_last_call()
             if decision.route is Route.GRAPH and graphs is not None:
-                return self._replay(graphs, args, batch, decision)
+                return self._replay(graphs, args, batch, decision, owned)
             return self.exact(args, batch), decision
 
     def _replay(
-        self, graphs: CaptureSet, args: Sequence[Any], batch: PrefillBatch, decision: Decision
+        self, graphs: CaptureSet, args: Sequence[Any], batch: PrefillBatch, decision: Decision, owned: bool
     ) -> tuple[list[Tensor], Decision]:
         bucket = decision.bucket
         assert bucket is not None
         try:
-            outputs = graphs.replay(bucket, args, batch, self.poison)
+            outputs = graphs.replay(bucket, args, batch, self.poison, owned=owned)
             if not graphs.weights_moved(args):
                 return outputs, decision
             # The launch read memory that is not this call's weights: its result is dropped.
@@ -134,7 +135,7 @@ class BodyRunner:
                 if other.over(batch.cache) and not other.weights_moved(args):
                     self._sets.remove(other)
                     self._sets.insert(0, other)
-                    return other.replay(bucket, args, batch, self.poison), decision
+                    return other.replay(bucket, args, batch, self.poison, owned=owned), decision
         except Exception as error:
             self.raise_if_lost(error)
             # Where this fails too it is the call that is wrong, as with a token id that the model has no row for.

@@ -52,14 +52,14 @@ class _Layout:
         slots: request slots.
         max_k: bound of cached and new tokens of a request.
         page_size: tokens in a page of the KV cache; 0 = no cache.
-        inputs: inputs of a call whose addresses come first.
+        addresses: how many come first: of what a call gives and gets.
     """
 
     tokens: int
     slots: int
     max_k: int
     page_size: int = 0
-    inputs: int = 0
+    addresses: int = 0
 
     @property
     def columns(self) -> int:
@@ -71,7 +71,7 @@ class _Layout:
         """Name and size of each vector before the page table, in int32 words."""
         s = self.slots
         return (
-            *((("addresses", 2 * self.inputs),) if self.inputs else ()),
+            *((("addresses", 2 * self.addresses),) if self.addresses else ()),
             *((("slot_ids", 2 * self.tokens),) if self.page_size else ()),
             ("num_real_tokens", 1), ("q_lens", s), ("k_lens", s), ("pad_cu_q", s + 2), ("pad_cu_k", s + 2),
         )  # fmt: skip
@@ -84,7 +84,7 @@ class _Layout:
     @cached_property
     def front(self) -> struct.Struct:
         """The addresses as ``front.pack`` writes them."""
-        return struct.Struct(f"={self.inputs}q{4 * _aligned(2 * self.inputs) - 8 * self.inputs}x")
+        return struct.Struct(f"={self.addresses}q{4 * _aligned(2 * self.addresses) - 8 * self.addresses}x")
 
     @property
     def size(self) -> int:
@@ -158,10 +158,12 @@ class _Layout:
         slot_ids[: batch.tokens] = table[request, page].astype(np.int64) * self.page_size + offset
 
 
-def metadata_bytes(buckets: Sequence[tuple[int, int]], max_k: int, cache: PagedKVCache | None, inputs: int = 0) -> int:
+def metadata_bytes(
+    buckets: Sequence[tuple[int, int]], max_k: int, cache: PagedKVCache | None, addresses: int = 0
+) -> int:
     """What ``StaticBuffers`` of these buckets takes on the device."""
     page_size = 0 if cache is None else cache.page_size
-    return 4 * _block_words([_Layout(tokens, slots, max_k, page_size, inputs) for tokens, slots in buckets])[1]
+    return 4 * _block_words([_Layout(tokens, slots, max_k, page_size, addresses) for tokens, slots in buckets])[1]
 
 
 def _block_words(layouts: Sequence[_Layout]) -> tuple[int, int]:
@@ -185,7 +187,7 @@ class StaticBuffers:
         buckets: (tokens, request slots) of each; the tokens also bound the new tokens of a request.
         max_k: bound of cached and new tokens of a request.
         cache: the KV cache that the graphs read and write, or None.
-        inputs: inputs of a call whose addresses are staged with it.
+        addresses: how many are staged with a call.
     """
 
     def __init__(
@@ -194,11 +196,11 @@ class StaticBuffers:
         buckets: Sequence[tuple[int, int]],
         max_k: int,
         cache: PagedKVCache | None = None,
-        inputs: int = 0,
+        addresses: int = 0,
     ) -> None:
         self.device = device
         page_size = 0 if cache is None else cache.page_size
-        layouts = [_Layout(tokens, slots, max_k, page_size, inputs) for tokens, slots in buckets]
+        layouts = [_Layout(tokens, slots, max_k, page_size, addresses) for tokens, slots in buckets]
         head, size = _block_words(layouts)
         with torch.inference_mode(False):
             self._block = torch.zeros(size, dtype=torch.int32, device=device)
@@ -206,7 +208,7 @@ class StaticBuffers:
         self._copier = WordCopier(device)
         self._copier.reserve(size)
         self._dirty = 0  # rows of the page table that hold what the last call staged
-        self._no_inputs = (0,) * inputs
+        self._no_addresses = (0,) * addresses
         self._buckets: dict[int, tuple[_Layout, Views, StaticBatch]] = {}
         for layout in layouts:
             block = self._block[head - layout.head :]
@@ -218,7 +220,7 @@ class StaticBuffers:
         return self._buckets[tokens][2]
 
     def addresses_of(self, tokens: int) -> Tensor:
-        """Where the inputs of the call lie that was staged in bucket ``tokens``: int64."""
+        """The addresses that bucket ``tokens`` was staged with: int64."""
         layout, block, _ = self._buckets[tokens]
         return layout.views(block.tensor)["addresses"]
 
@@ -228,7 +230,7 @@ class StaticBuffers:
         """Write a batch into the metadata of bucket ``tokens``, on the current stream, without waiting.
 
         Args:
-            addresses: where the inputs of the call lie, each 0 where there is none; empty = there are none at all.
+            addresses: of what the call gives and gets, each 0 where there is none; empty = there are none at all.
 
         The batch is checked against the bounds that the bucket's kernels got at capture; one outside of them is an
         error here, as it would read out of bounds there.
@@ -244,7 +246,7 @@ class StaticBuffers:
             self._copier.copy(words, block.first(len(words) // 4))
             self._dirty = max(self._dirty, layout.slots)
         rows = max(batch.requests, min(self._dirty, layout.slots)) if layout.page_size else 0
-        words = layout.pack(batch, rows, addresses or self._no_inputs)
+        words = layout.pack(batch, rows, addresses or self._no_addresses)
         self._copier.copy(words, block.first(len(words) // 4))
         # Rows past the slots of this bucket stay as a larger one left them.
         self._dirty = max(batch.requests, self._dirty) if self._dirty > layout.slots else batch.requests
@@ -275,8 +277,8 @@ def _static(layout: _Layout, block: Tensor, max_q: int, cache: PagedKVCache | No
 
 
 def _poisoned(layout: _Layout, static: StaticBatch, poison: Poison) -> bytearray:
-    # There is no plausible address, and none that may be read: all inputs are zeros.
-    addresses = (0,) * layout.inputs
+    # There is no plausible address, and none that may be read or written.
+    addresses = (0,) * layout.addresses
     if poison is Poison.IMPOSSIBLE:
         front = layout.front.pack(*addresses)
         return bytearray(front) + np.full(layout.size - len(front) // 4, 2**30, dtype=np.int32).tobytes()

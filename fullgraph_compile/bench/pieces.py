@@ -87,7 +87,7 @@ class PiecewiseBucket:
                 final: bool = step is calls[-1],
             ) -> None:
                 if first:
-                    self.set.take_inputs(self.bucket)
+                    self.set.fetch(self.bucket)
                 # Kept, so that their memory is nobody else's in the pool: the next piece reads it there.
                 for i, result in enumerate(piece(*inputs)):
                     if i < len(results):
@@ -114,13 +114,13 @@ class PiecewiseBucket:
     def __call__(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
         """Outputs of the body, cut to real rows: views of buffers that the next call overwrites."""
         # The sources of the inputs must not be let go of before the last launch.
-        rows, _sources = self.set.stage(self.tokens, args, batch, None)
+        outputs, _sources = self.set.stage(self.tokens, args, batch, None)
         for step in self.steps:
             if isinstance(step, _Attention):
                 step.out.copy_(self._attend(step.site, step.operands))
             else:
                 step.replay()
-        return list(rows.outputs)
+        return outputs
 
     def close(self) -> None:
         """Free the graphs."""

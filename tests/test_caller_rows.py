@@ -1,4 +1,4 @@
-"""A graph takes its inputs itself, from where the caller has them: any values, token counts, dims and dtypes."""
+"""A graph fetches its inputs from where the caller has them, and brings its results to where the caller gets them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import fullgraph_compile as fgc
 from fullgraph_compile import capture
+from fullgraph_compile.caller_rows import CallerRows, recordable
 from fullgraph_compile.graphs import create_recorder
-from fullgraph_compile.input_rows import InputRows, recordable
 from tests.models import tiny, tokens
 from tests.runtime.bodies import OPTIONS, run, runners
 
@@ -30,15 +30,15 @@ INPUTS: list[tuple[tuple[int, ...], int, torch.dtype]] = [
 
 
 class Rig:
-    """Static inputs, and where the caller's lie."""
+    """Static tensors, and where the caller's lie."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, fetch: bool = True) -> None:
         self.device = torch.device(device)
         self.inputs = [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in INPUTS]
         self.dims = [dim for _, dim, _ in INPUTS]
         self.addresses = torch.zeros(len(INPUTS), dtype=torch.int64, device=device)
         self.real = torch.zeros(1, dtype=torch.int32, device=device)
-        self.rows = InputRows(self.inputs, self.dims, self.addresses, self.real)
+        self.rows = CallerRows(self.inputs, self.dims, self.addresses, self.real, fetch=fetch)
 
     def poison(self) -> None:
         for tensor in self.inputs:
@@ -55,6 +55,26 @@ class Rig:
         for tensor, dim, mine in zip(self.inputs, self.dims, own, strict=True):
             assert torch.equal(tensor.narrow(dim, 0, count), mine)
             assert not tensor.narrow(dim, count, ROWS - count).any()
+
+    def fill(self) -> None:
+        for tensor, dim in zip(self.inputs, self.dims, strict=True):
+            tensor.copy_(some(tensor, dim, ROWS))
+
+    def ask(self, count: int) -> list[Tensor]:
+        """Memory of the caller's own, with some behind it that is nobody's; poisoned."""
+        self.real.fill_(count)
+        own = []
+        for tensor in self.inputs:
+            own.append(torch.full([tensor.numel() + 1], 7, device=self.device).to(tensor.dtype))
+            assert own[-1].data_ptr() % 8 == 0
+        self.addresses.copy_(torch.tensor([t.data_ptr() for t in own]))
+        return own
+
+    def check_brought(self, own: list[Tensor], count: int) -> None:
+        for tensor, dim, mine in zip(self.inputs, self.dims, own, strict=True):
+            rows = tensor.narrow(dim, 0, count)
+            assert torch.equal(mine[: rows.numel()].view(rows.shape), rows)
+            assert (mine[rows.numel() :] == torch.tensor(7).to(mine)).all(), "nothing else is written"
 
 
 def some(like: Tensor, dim: int, count: int) -> Tensor:
@@ -95,6 +115,26 @@ def test_a_graph_takes_them_from_where_they_are_at_each_replay(device: str) -> N
         own = rig.stage(count)
         graph.replay()
         rig.check(own, count)
+    recorder.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_real_rows_are_brought_to_the_caller_and_nothing_else(device: str) -> None:
+    rig = Rig(device, fetch=False)
+    recorder: Any = create_recorder("cuda" if device == "cuda" else "tape", rig.device)
+    with recorder.session():
+        rig.rows.copy()  # to nobody
+        graph = recorder.record(rig.rows.copy)
+    for count in (40, 299, ROWS, 1, 40):
+        rig.fill()
+        own = rig.ask(count)
+        graph.replay()
+        rig.check_brought(own, count)
+        rig.addresses.zero_()
+        before = [t.clone() for t in own]
+        rig.fill()
+        graph.replay()
+        assert all(map(torch.equal, own, before)), "nobody asked for them"
     recorder.close()
 
 
@@ -154,7 +194,7 @@ def test_a_launch_without_a_call_reads_inputs_of_its_own(device: str) -> None:
 def test_where_the_kernel_is_not_to_be_had_they_are_copied_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "recordable", lambda device: False)
     body, plain = layers("cpu", strict=True), tiny("Llama", num_hidden_layers=1)
-    monkeypatch.setattr(InputRows, "copy", lambda self: pytest.fail("recorded"))
+    monkeypatch.setattr(CallerRows, "copy", lambda self: pytest.fail("recorded"))
     for count in (12, 7, 3, 12):
         ids = tokens(count)[None]
         with torch.inference_mode():
@@ -168,3 +208,28 @@ def test_where_the_kernel_is_not_to_be_had_they_are_copied_before_the_launch(mon
 
 def test_kernels_are_there_where_triton_is() -> None:
     assert recordable(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_are_the_callers_own_and_made_by_the_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = layers(device, strict=True)
+    a, b = tokens(7, 1)[None].to(device), tokens(5, 2)[None].to(device)
+    with torch.inference_mode():
+        body(input_ids=a, use_cache=False)
+        monkeypatch.setattr(Tensor, "clone", lambda self, **_: pytest.fail("copied by the host"))
+        first = body(input_ids=a, use_cache=False).last_hidden_state
+        static = runners(body)[0].buckets[8].outputs[0]
+        kept = first.cpu().numpy().copy()
+        second = body(input_ids=b, use_cache=False).last_hidden_state
+        again = body(input_ids=a, use_cache=False).last_hidden_state
+    assert len({t.data_ptr() for t in (first, second, again, static)}) == 4
+    assert torch.equal(first.cpu(), torch.from_numpy(kept)) and torch.equal(first, again)
+    assert not torch.equal(first[:, :5], second)
+
+
+def test_without_copies_results_are_views_of_the_graphs_memory() -> None:
+    body = layers("cpu", strict=True, clone_outputs=False)
+    with torch.inference_mode():
+        for _ in range(2):
+            got = body(input_ids=tokens(7)[None], use_cache=False).last_hidden_state
+    assert got.data_ptr() == runners(body)[0].buckets[8].outputs[0].data_ptr()
