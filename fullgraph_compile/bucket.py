@@ -45,12 +45,10 @@ class Rows:
     Attributes:
         shapes: of each input that has a token dim, with its index.
         outputs: the first rows of the bucket's outputs, and all of those that have none.
-        owned: index and shape of each output that has a token dim.
     """
 
     shapes: list[tuple[int, torch.Size]]
     outputs: list[Tensor]
-    owned: list[tuple[int, torch.Size]]
 
 
 @dataclass

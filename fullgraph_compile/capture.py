@@ -144,6 +144,8 @@ class CaptureSet:
             for i in self.inputs.values
         }
         self._recordable = recordable(self.device)
+        # Outputs that have a token dim.
+        self._brought = [i for i, (_, dim) in enumerate(self.outputs) if dim is not None]
         self.storages = frozenset(s.untyped_storage().data_ptr() for s in outputs)
         for tokens in ladder:
             static = self.buffers.of(tokens)
@@ -152,8 +154,8 @@ class CaptureSet:
             addresses, real = self.buffers.addresses_of(tokens), static.num_real_tokens
             first, last = addresses[: len(given)], addresses[len(given) :]
             fetches = CallerRows(list(given.values()), list(self.inputs.tokens.values()), first, real, fetch=True)
-            rows = {i: dim for i, (_, dim) in enumerate(self.outputs) if dim is not None}
-            brings = CallerRows([made[i] for i in rows], list(rows.values()), last, real, fetch=False)
+            rows = [dim for _, dim in self.outputs if dim is not None]
+            brings = CallerRows([made[i] for i in self._brought], rows, last, real, fetch=False)
             self.buckets[tokens] = Bucket(tokens, static, given, made, fetches, brings)
 
         self._largest = self.buckets[ladder[-1]]
@@ -237,9 +239,11 @@ class CaptureSet:
             sources.append(source)
             addresses.append(source.data_ptr())
         outputs = list(rows.outputs)
-        for i, shape in rows.owned:
+        for i in self._brought:
             if owned:
-                outputs[i] = own = outputs[i].new_empty(shape)
+                # Contiguous, as the rows of a contiguous one are dense but for what lies between them; a quarter of
+                # the time that ``new_empty`` takes.
+                outputs[i] = own = torch.empty_like(outputs[i])
                 addresses.append(own.data_ptr())
             else:
                 addresses.append(0)
@@ -255,14 +259,12 @@ class CaptureSet:
         return outputs, sources
 
     def _rows_of(self, bucket: Bucket, tokens: int) -> Rows:
-        outputs = [
-            buffer if dim is None else buffer.narrow(dim, 0, tokens)
-            for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True)
-        ]
         return Rows(
             [(i, bucket.inputs[i].narrow(dim, 0, tokens).shape) for i, dim in self.inputs.tokens.items()],
-            outputs,
-            [(i, outputs[i].shape) for i, (_, dim) in enumerate(self.outputs) if dim is not None],
+            [
+                buffer if dim is None else buffer.narrow(dim, 0, tokens)
+                for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True)
+            ],
         )
 
     def _copy_rows(self, bucket: Bucket, sources: Sequence[Tensor], tokens: int) -> None:

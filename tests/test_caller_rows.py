@@ -233,3 +233,9 @@ def test_without_copies_results_are_views_of_the_graphs_memory() -> None:
         for _ in range(2):
             got = body(input_ids=tokens(7)[None], use_cache=False).last_hidden_state
     assert got.data_ptr() == runners(body)[0].buckets[8].outputs[0].data_ptr()
+
+
+@pytest.mark.parametrize("shape, dim", [((1, 300), 1), ((2, 300, 3), 1), ((2, 3, 300, 7), 2), ((300,), 0)])
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_memory_like_the_rows_of_a_bucket_is_contiguous(shape: tuple[int, ...], dim: int, count: int) -> None:
+    assert torch.empty_like(torch.empty(shape).narrow(dim, 0, count)).is_contiguous()

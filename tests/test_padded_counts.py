@@ -73,7 +73,7 @@ def counted(model: Any, given: dict[str, Tensor]) -> tuple[Counter[str], int]:
 def test_one_sentence_is_neither_gathered_nor_scattered(name: str) -> None:
     model = ready(name)
     ops, made = counted(model, calls(model)["one sentence"])
-    assert ops == STAGED + Counter({"new_empty": 1}) + pooler(name)
+    assert ops == STAGED + Counter({"empty_like": 1}) + pooler(name)
     # The result; what the pooler makes is not seen.
     assert made == 1
 
@@ -82,7 +82,7 @@ def test_one_sentence_is_neither_gathered_nor_scattered(name: str) -> None:
 def test_a_batch_without_padding_is_neither_gathered_nor_scattered(name: str) -> None:
     model = ready(name)
     ops, made = counted(model, calls(model)["dense"])
-    assert ops == STAGED + Counter({"new_empty": 1}) + pooler(name)
+    assert ops == STAGED + Counter({"empty_like": 1}) + pooler(name)
     # The result, and positions that begin anew in each row.
     assert made == 2
 
