@@ -43,11 +43,11 @@ class Rows:
     Made once for each token count: a view costs as much as a small copy.
 
     Attributes:
-        shapes: of each input that has a token dim, with its index.
+        shapes: index and shape of each input that has a token dim, and whether torch may keep it negated or conjugated.
         outputs: the first rows of the bucket's outputs, and all of those that have none.
     """
 
-    shapes: list[tuple[int, torch.Size]]
+    shapes: list[tuple[int, torch.Size, bool]]
     outputs: list[Tensor]
 
 

@@ -98,7 +98,7 @@ def _copy(addresses: Tensor, real: Tensor, tensors: list[Tensor], dims: list[int
         own = None
         if address:
             memory = (ctypes.c_char * rows.nbytes).from_address(address)
-            own = torch.frombuffer(memory, dtype=tensor.dtype).view(rows.shape)
+            own = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(rows.shape)
         if not fetch:
             if own is not None:
                 own.copy_(rows)

@@ -230,10 +230,12 @@ class CaptureSet:
         if rows is None:
             rows = bucket.rows[batch.tokens] = self._rows_of(bucket, batch.tokens)
         sources, addresses = [], []
-        for i, shape in rows.shapes:
+        for i, shape, lazy in rows.shapes:
             source = args[i]
             if source.shape != shape:
                 raise ValueError(f"input {i} is {list(source.shape)} for {batch!r}; it must be {list(shape)}")
+            if lazy:
+                source = source.resolve_conj().resolve_neg()
             if source.device != self.device or not source.is_contiguous():
                 source = source.to(self.device, non_blocking=True).contiguous()
             sources.append(source)
@@ -260,7 +262,10 @@ class CaptureSet:
 
     def _rows_of(self, bucket: Bucket, tokens: int) -> Rows:
         return Rows(
-            [(i, bucket.inputs[i].narrow(dim, 0, tokens).shape) for i, dim in self.inputs.tokens.items()],
+            [
+                (i, t.narrow(dim, 0, tokens).shape, t.is_floating_point() or t.is_complex())
+                for (i, t), dim in zip(bucket.inputs.items(), self.inputs.tokens.values(), strict=True)
+            ],
             [
                 buffer if dim is None else buffer.narrow(dim, 0, tokens)
                 for buffer, (_, dim) in zip(bucket.outputs, self.outputs, strict=True)

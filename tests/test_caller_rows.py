@@ -157,6 +157,21 @@ def test_inputs_that_are_no_piece_of_memory_are_copied_first() -> None:
     assert torch.equal(got, want)
 
 
+def test_an_input_that_torch_keeps_negated_is_read_as_it_is_meant() -> None:
+    body = layers("cpu", strict=True)
+    values = torch.complex(torch.randn(1, 7, 32), torch.randn(1, 7, 32))
+    embeds = values.conj().imag
+    assert embeds.is_neg()
+    every = torch.view_as_complex(torch.view_as_real(values).contiguous()).conj().imag
+    with torch.inference_mode():
+        for _ in range(2):
+            want = body(inputs_embeds=embeds.resolve_neg().contiguous(), use_cache=False).last_hidden_state
+        one_piece = torch._neg_view(embeds.resolve_neg().contiguous().neg())
+        assert one_piece.is_neg() and one_piece.is_contiguous()
+        for given in (embeds, every, one_piece):
+            assert torch.equal(body(inputs_embeds=given, use_cache=False).last_hidden_state, want)
+
+
 def test_an_input_of_another_length_is_never_read() -> None:
     body = layers("cpu")
     run(body, 7)

@@ -98,6 +98,7 @@ class PiecewiseBucket:
                     values_now = dict(zip(slots, results, strict=True))
                     for buffer, slot in zip(self.bucket.outputs, program.pieces.outputs, strict=True):
                         buffer.copy_(values_now.get(slot, values[slot]))
+                    self.set.bring(self.bucket)
 
             self.steps.append(recorder.record(run))
             for slot, result in zip(step.outputs, results, strict=True):
@@ -112,9 +113,9 @@ class PiecewiseBucket:
         return program.attention.run(q, k, v, sinks, slopes, program.sites[site], static)
 
     def __call__(self, args: Sequence[Any], batch: PrefillBatch) -> list[Tensor]:
-        """Outputs of the body, cut to real rows: views of buffers that the next call overwrites."""
+        """Outputs of the body, cut to real rows, as a replay of the whole graph gives them."""
         # The sources of the inputs must not be let go of before the last launch.
-        outputs, _sources = self.set.stage(self.tokens, args, batch, None)
+        outputs, _sources = self.set.stage(self.tokens, args, batch, None, owned=True)
         for step in self.steps:
             if isinstance(step, _Attention):
                 step.out.copy_(self._attend(step.site, step.operands))
