@@ -92,7 +92,7 @@ def _width(size: int) -> int:
 
 @opaque
 def _copy(addresses: Tensor, real: Tensor, tensors: list[Tensor], dims: list[int], fetch: bool) -> None:
-    tokens = int(real)
+    (tokens,) = real.tolist()
     for tensor, dim, address in zip(tensors, dims, addresses.tolist(), strict=True):
         rows = tensor.narrow(dim, 0, tokens)
         own = None
