@@ -43,11 +43,12 @@ class Rows:
     Made once for each token count: a view costs as much as a small copy.
 
     Attributes:
-        shapes: index and shape of each input that has a token dim, and whether torch may keep it negated or conjugated.
+        inputs: index, shape and dtype of each input that has a token dim, and whether torch may keep it negated or
+            conjugated.
         outputs: the first rows of the bucket's outputs, and all of those that have none.
     """
 
-    shapes: list[tuple[int, torch.Size, bool]]
+    inputs: list[tuple[int, torch.Size, torch.dtype, bool]]
     outputs: list[Tensor]
 
 

@@ -223,17 +223,18 @@ class CaptureSet:
             is launched.
 
         Raises:
-            ValueError: an input has not one row for each token.
+            ValueError: an input has not one row for each token, or is of another dtype; nothing is written.
         """
         bucket = self.buckets[tokens]
         rows = bucket.rows.get(batch.tokens)
         if rows is None:
             rows = bucket.rows[batch.tokens] = self._rows_of(bucket, batch.tokens)
         sources, addresses = [], []
-        for i, shape, lazy in rows.shapes:
+        for i, shape, dtype, lazy in rows.inputs:
             source = args[i]
-            if source.shape != shape:
-                raise ValueError(f"input {i} is {list(source.shape)} for {batch!r}; it must be {list(shape)}")
+            if source.shape != shape or source.dtype != dtype:
+                what = f"input {i} is {list(source.shape)} of {source.dtype}"
+                raise ValueError(f"{what} for {batch!r}; it must be {list(shape)} of {dtype}")
             if lazy:
                 source = source.resolve_conj().resolve_neg()
             if source.device != self.device or not source.is_contiguous():
@@ -250,7 +251,7 @@ class CaptureSet:
             else:
                 addresses.append(0)
         if poison is not None:
-            self._poison(bucket, poison)
+            self._poison(poison, [*bucket.inputs.values(), *bucket.outputs, *outputs])
         static = self.buffers.stage(batch, tokens, poison, addresses)
         if self._values:
             torch._foreach_copy_([*self._values.values()], [args[i] for i in self._values], non_blocking=True)
@@ -263,7 +264,7 @@ class CaptureSet:
     def _rows_of(self, bucket: Bucket, tokens: int) -> Rows:
         return Rows(
             [
-                (i, t.narrow(dim, 0, tokens).shape, t.is_floating_point() or t.is_complex())
+                (i, t.narrow(dim, 0, tokens).shape, t.dtype, t.is_floating_point() or t.is_complex())
                 for (i, t), dim in zip(bucket.inputs.items(), self.inputs.tokens.values(), strict=True)
             ],
             [
@@ -294,8 +295,9 @@ class CaptureSet:
         bucket.brings.addresses.zero_()  # the result of that call is the caller's
         return lambda: graph.replay()
 
-    def _poison(self, bucket: Bucket, poison: Poison) -> None:
-        for tensor in (*bucket.inputs.values(), *bucket.outputs):
+    @staticmethod
+    def _poison(poison: Poison, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan") if poison is Poison.IMPOSSIBLE else 1.0)
             else:

@@ -172,7 +172,8 @@ def test_an_input_that_torch_keeps_negated_is_read_as_it_is_meant() -> None:
             assert torch.equal(body(inputs_embeds=given, use_cache=False).last_hidden_state, want)
 
 
-def test_an_input_of_another_length_is_never_read() -> None:
+@pytest.mark.parametrize("rows, dtype", [(5, torch.int64), (9, torch.int64), (7, torch.int32)])
+def test_an_input_of_another_length_or_dtype_is_never_read(rows: int, dtype: torch.dtype) -> None:
     body = layers("cpu")
     run(body, 7)
     runner = runners(body)[0]
@@ -180,10 +181,11 @@ def test_an_input_of_another_length_is_never_read() -> None:
     args: list[Any] = [None] * 64
     for i, dim in graphs.inputs.tokens.items():
         shape = list(graphs._largest.inputs[i].shape)
-        shape[dim] = 5
-        args[i] = torch.zeros(shape, dtype=graphs._largest.inputs[i].dtype)
+        shape[dim] = rows
+        args[i] = torch.zeros(shape, dtype=dtype)
     before = graphs.buffers._block.clone()
-    with pytest.raises(ValueError, match=r"is \[1, 5\] for PrefillBatch\(1 requests, .*; it must be \[1, 7\]$"):
+    says = rf"is \[1, {rows}\] of {dtype} for PrefillBatch\(1 requests, .*; it must be \[1, 7\] of torch.int64$"
+    with pytest.raises(ValueError, match=says):
         graphs.stage(8, args, batch, None)
     assert torch.equal(graphs.buffers._block, before)
 
