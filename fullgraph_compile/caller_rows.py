@@ -55,13 +55,15 @@ class CallerRows:
             row = tensor.shape[dim + 1 :].numel() * tensor.element_size()
             # No more is known of where a tensor of the caller begins than that its elements lie at their own size.
             width = _width(tensor.element_size() if fetch else row)
-            table.append((tensor.data_ptr(), row // width, tensor.nbytes // width, width))
+            table.append((tensor.data_ptr(), max(1, row // width), tensor.nbytes // width, width))
         self._most = max((row[2] for row in table), default=0)
         on_gpu = addresses.device.type == "cuda"
-        self._table = torch.tensor(table, dtype=torch.int64, device=addresses.device) if on_gpu and table else None
+        self._table = torch.tensor(table, dtype=torch.int64, device=addresses.device) if on_gpu else None
 
     def copy(self) -> None:
         """To be recorded."""
+        if self._most == 0:
+            return
         if self._table is None:
             _copy(self.addresses, self.real, self.tensors, self.dims, self.fetch)
             return

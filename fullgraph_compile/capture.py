@@ -122,7 +122,7 @@ class CaptureSet:
 
     def bring(self, bucket: Bucket) -> None:
         """What a run of the bucket ends with: its outputs are copied to where the call that is staged gets its own."""
-        if self._recordable and bucket.brings.tensors:
+        if self._recordable:
             bucket.brings.copy()
 
     def values_of(self, bucket: Bucket, args: Sequence[Any]) -> list[Any]:

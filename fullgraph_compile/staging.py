@@ -97,9 +97,9 @@ class _Layout:
             at += _aligned(n)
         for name in ("cu_q", "cu_k"):
             views[name] = views[f"pad_{name}"][:-1]
-        for name in views.keys() & {"addresses", "slot_ids"}:
-            views[name] = views[name].view(torch.int64)
+        views.pop("addresses", None)  # nothing that attention reads
         if self.page_size:
+            views["slot_ids"] = views["slot_ids"].view(torch.int64)
             views["page_table"] = block[at : at + self.slots * self.columns].view(self.slots, self.columns)
         return views
 
@@ -222,7 +222,7 @@ class StaticBuffers:
     def addresses_of(self, tokens: int) -> Tensor:
         """The addresses that bucket ``tokens`` was staged with: int64."""
         layout, block, _ = self._buckets[tokens]
-        return layout.views(block.tensor)["addresses"]
+        return block.tensor[: 2 * layout.addresses].view(torch.int64)
 
     def stage(
         self, batch: PrefillBatch, tokens: int, poison: Poison | None = None, addresses: Sequence[int] = ()
@@ -272,7 +272,6 @@ class ExactBuffers:
 
 def _static(layout: _Layout, block: Tensor, max_q: int, cache: PagedKVCache | None) -> StaticBatch:
     views: dict[str, Any] = layout.views(block)
-    views.pop("addresses", None)  # nothing that attention reads
     return StaticBatch(layout.tokens, layout.slots, max_q, layout.max_k, cache=cache, **views)
 
 

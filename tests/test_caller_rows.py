@@ -256,3 +256,32 @@ def test_without_copies_results_are_views_of_the_graphs_memory() -> None:
 @pytest.mark.parametrize("count", [1, 7, 300])
 def test_memory_like_the_rows_of_a_bucket_is_contiguous(shape: tuple[int, ...], dim: int, count: int) -> None:
     assert torch.empty_like(torch.empty(shape).narrow(dim, 0, count)).is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("also", [[], [torch.int64]])
+def test_an_input_without_elements_is_passed_by(device: str, also: list[torch.dtype]) -> None:
+    static = [torch.ones(1, ROWS, 0, device=device), *(torch.ones(1, ROWS, dtype=d, device=device) for d in also)]
+    own = [some(t, 1, 7) for t in static]
+    addresses = torch.tensor([t.data_ptr() for t in own], device=device)
+    real = torch.tensor([7], dtype=torch.int32, device=device)
+    CallerRows(static, [1] * len(static), addresses, real, fetch=True).copy()
+    for tensor, mine in zip(static, own, strict=True):
+        assert torch.equal(tensor[:, :7], mine) and not tensor[:, 7:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_body_of_one_fixed_shape_has_none_of_them(device: str) -> None:
+    static = torch.zeros(4, dtype=torch.int64, device=device)
+    recorder: Any = create_recorder("cuda" if device == "cuda" else "tape", torch.device(device))
+    rows = CallerRows([], [], static[:0], torch.zeros(1, dtype=torch.int32, device=device), fetch=True)
+
+    def body() -> None:
+        rows.copy()
+        static.add_(1)
+
+    with recorder.session():
+        graph = recorder.record(body)
+    graph.replay()
+    assert static.tolist() == [1] * 4
+    recorder.close()

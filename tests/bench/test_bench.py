@@ -13,6 +13,7 @@ from fullgraph_compile.bench import models, run
 from fullgraph_compile.bench.limits import Limit, measure_limit
 from fullgraph_compile.bench.random_lengths import between, play, random_lengths
 from fullgraph_compile.bench.timing import median_ms
+from fullgraph_compile.runner import BodyRunner
 from tests.command_line import run as run_command
 from tests.test_cli_ladder import TINY
 
@@ -74,18 +75,18 @@ def test_a_replay_is_timed_by_itself_only_after_a_call_of_its_own_tokens(
 ) -> None:
     staged: list[int] = []
     replayed: list[int] = []
-    call, replay_of = run.Ours.__call__, run._replay_of
+    call, relaunch = run.Ours.__call__, BodyRunner.relaunch
 
     def noted(self: run.Ours, ids: torch.Tensor) -> torch.Tensor:
         staged.append(ids.shape[1])
         return call(self, ids)
 
-    def checked(graph: Any) -> Any:
+    def checked(self: BodyRunner, bucket: int) -> Any:
         replayed.append(staged[-1])
-        return replay_of(graph)
+        return relaunch(self, bucket)
 
     monkeypatch.setattr(run.Ours, "__call__", noted)
-    monkeypatch.setattr(run, "_replay_of", checked)
+    monkeypatch.setattr(BodyRunner, "relaunch", checked)
     code, out, err = fgc(capsys, "--tokens", "8", "30", "--repeats", "3", "--random", "2", "--routes", "full_prefill")
     assert code == 0 and "2 calls of random lengths" in out, err
     assert len(replayed) > 2 and replayed == sorted(set(replayed)) and replayed[-1] >= 30
