@@ -129,11 +129,11 @@ class Binder:
         if what := interposed():
             raise NotServed(Reason.INTERPOSED, what)
         looks = _looks(given, active, self.integration.surroundings()) if ask else None
-        known = self._seen.get(looks) if looks is not None else None
-        alike = None
+        # None is no key of either.
+        known, alike = self._seen.get(looks), None
         if known is None and looks is not None:
             alike = _likeness(looks)
-            known = self._known.get(alike) if alike is not None else None
+            known = self._known.get(alike)
             if known is not None:
                 if len(self._seen) >= self.MOST_SEEN:
                     self._seen.clear()

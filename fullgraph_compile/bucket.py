@@ -73,6 +73,11 @@ class Bucket:
     kept: list[Tensor] = field(default_factory=list)
 
 
+def address_count(inputs: Inputs, outputs: Outputs) -> int:
+    """How many addresses are staged with a call: of its inputs and of its outputs that have a token dim."""
+    return len(inputs.tokens) + sum(dim is not None for _, dim in outputs)
+
+
 def view(storage: Tensor, like: Tensor, dim: int | None, tokens: int) -> Tensor:
     """The beginning of a flat storage, as a tensor like another, with ``tokens`` in its token dim."""
     shape = [tokens if d == dim else int(s) for d, s in enumerate(like.shape)]

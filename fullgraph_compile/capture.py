@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fullgraph_compile.arguments import weights_of
 from fullgraph_compile.batch import PrefillBatch
-from fullgraph_compile.bucket import Bucket, Inputs, Outputs, Rows, view
+from fullgraph_compile.bucket import Bucket, Inputs, Outputs, Rows, address_count, view
 from fullgraph_compile.caller_rows import CallerRows, recordable
 from fullgraph_compile.dispatch import Limits
 from fullgraph_compile.graphs import GraphRecorder
@@ -59,7 +59,7 @@ class CaptureSet:
         self.cache = cache
         self._cache_memory = WeightMemory(() if cache is None else (*cache.k, *cache.v))
         buckets = [(tokens, slots_of(tokens, limits.slots)) for tokens in limits.ladder]
-        self.buffers = StaticBuffers(device, buckets, limits.context_length, cache, addresses_of(inputs, outputs))
+        self.buffers = StaticBuffers(device, buckets, limits.context_length, cache, address_count(inputs, outputs))
         self.buckets: dict[int, Bucket] = {}
         self._weights = WeightMemory(weights_of(args, inputs.weights))
         self._allocate(args)
@@ -319,8 +319,3 @@ class CaptureSet:
             if bucket.graph is not None:
                 bucket.graph.close()
         self.buckets.clear()
-
-
-def addresses_of(inputs: Inputs, outputs: Outputs) -> int:
-    """How many addresses are staged with a call: of its inputs and of its outputs that have a token dim."""
-    return len(inputs.tokens) + sum(dim is not None for _, dim in outputs)

@@ -147,7 +147,7 @@ class CapturedGraph:
             if self._passes and decision.route is Route.GRAPH:
                 if copied and not self._brought:
                     return [rows[i].clone() for i in self._passes]
-                return [rows[i] for i in self._passes]
+                return list(map(rows.__getitem__, self._passes))
             results = self.tail(*rows, *[args[i] for i in self.tail_inputs])
             if not owned:
                 return tuple(results)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullgraph_compile.batch import PrefillBatch
-from fullgraph_compile.capture import CaptureSet, addresses_of
+from fullgraph_compile.bucket import address_count
+from fullgraph_compile.capture import CaptureSet
 from fullgraph_compile.dispatch import Limits, Reason
 from fullgraph_compile.forecast import forecast, probe_sizes
 from fullgraph_compile.ladder import capture_lengths, slots_of
@@ -115,7 +116,7 @@ def _cut(
 def _forecast(runner: BodyRunner, limits: Limits, args: Sequence[Any], cache: PagedKVCache | None) -> Forecast:
     assert runner.recorder is not None
     buckets = [(tokens, slots_of(tokens, limits.slots)) for tokens in limits.ladder]
-    metadata = metadata_bytes(buckets, limits.context_length, cache, addresses_of(runner.inputs, runner.outputs))
+    metadata = metadata_bytes(buckets, limits.context_length, cache, address_count(runner.inputs, runner.outputs))
     probes = _set(runner, replace(limits, ladder=probe_sizes(limits.ladder)), args, cache)
     try:
         with phase("forecasting memory", show=runner.show_progress), runner.recorder.session():

@@ -113,35 +113,36 @@ class _Layout:
 
         Bytes are put together at the cost of one array; this is before each launch.
         """
-        front = self.front.pack(*addresses)
-        if self.page_size:
-            slot_ids = np.zeros(_aligned(2 * self.tokens) // 2, dtype=np.int64)
-            table = np.zeros((rows, self.columns), dtype=np.int32)
-            self._pack_pages(batch, slot_ids, table)
-            return bytearray().join((front, slot_ids.tobytes(), self._vectors(batch), table.tobytes()))
-        if batch.requests > 1 or batch.cached_tokens[0]:
-            return bytearray().join((front, self._vectors(batch)))
-        # Of one request only its length is to be known.
-        vectors = self._of_one.get(batch.tokens)
-        if vectors is None:
-            if len(self._of_one) >= _MOST_KEPT:
-                self._of_one.clear()
-            vectors = self._of_one[batch.tokens] = self._vectors(batch)
-        return bytearray().join((front, vectors))
+        front, vectors = self.front.pack(*addresses), self._vectors(batch)
+        if not self.page_size:
+            return bytearray().join((front, vectors))
+        slot_ids = np.zeros(_aligned(2 * self.tokens) // 2, dtype=np.int64)
+        table = np.zeros((rows, self.columns), dtype=np.int32)
+        self._pack_pages(batch, slot_ids, table)
+        return bytearray().join((front, slot_ids.tobytes(), vectors, table.tobytes()))
 
     def _vectors(self, batch: PrefillBatch) -> bytes:
         """Lengths and offsets."""
+        # Of one request without a prefix only its length is to be known.
+        alone = batch.requests == 1 and not batch.cached_tokens[0]
+        if alone and batch.tokens in self._of_one:
+            return self._of_one[batch.tokens]
         unused = self.slots - batch.requests
         new, starts_q, keys, starts_k = batch.words
         total_q, total_k, zeros = starts_q[-4:], starts_k[-4:], bytes(4 * unused)
         last = self.tokens.to_bytes(4, sys.byteorder)
         a, b, c, d, e = self._gaps
         q, k = (starts_q, total_q * unused, last), (starts_k, total_k * (unused + 1))
-        return b"".join((total_q, a, new, zeros, b, keys, zeros, c, *q, d, *k, e))
+        vectors = b"".join((total_q, a, new, zeros, b, keys, zeros, c, *q, d, *k, e))
+        if alone:
+            if len(self._of_one) >= _MOST_KEPT:
+                self._of_one.clear()
+            self._of_one[batch.tokens] = vectors
+        return vectors
 
     @cached_property
     def _of_one(self) -> dict[int, bytes]:
-        """Vectors of one request without a cache, by its tokens."""
+        """Vectors of one request without a prefix, by its tokens."""
         return {}
 
     def _pack_pages(self, batch: PrefillBatch, slot_ids: np.ndarray, table: np.ndarray) -> None:

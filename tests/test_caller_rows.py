@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def layers(device: str, **options: Any) -> nn.Module:
 def test_inputs_that_are_no_piece_of_memory_are_copied_first() -> None:
     body = layers("cpu", strict=True)
     ids = tokens(14)[None]
-    want = run(body, 7)  # traced
+    run(body, 7)  # traced
     every_other = torch.stack([tokens(7)] * 2, dim=-1)[None, :, 0]
     assert not every_other.is_contiguous()
     with torch.inference_mode():
@@ -225,6 +226,7 @@ def test_where_the_kernel_is_not_to_be_had_they_are_copied_before_the_launch(mon
 
 def test_kernels_are_there_where_triton_is() -> None:
     assert recordable(torch.device("cpu"))
+    assert recordable(torch.device("cuda")) == (importlib.util.find_spec("triton") is not None)
 
 
 @pytest.mark.parametrize("device", DEVICES)

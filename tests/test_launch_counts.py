@@ -177,10 +177,9 @@ def test_steps_in_python_of_a_call_are_few_and_the_same_for_any_layers_and_reque
         assert not [name for name in found if any(part in name for part in slow)], found
         counts.append(found.total())
     alone, one, several, deeper = counts
-    # Metadata of one request are kept, those of several are put together.
-    assert one <= several == deeper <= one + 1, counts
+    assert one == several == deeper, counts
     # On Python 3.11; newer ones have no frame for a comprehension.
-    assert several <= 60 and alone <= 69, counts
+    assert several <= 59 and alone <= 69, counts
 
 
 def test_a_shorter_call_makes_no_more_ops_than_a_longer_one() -> None:
