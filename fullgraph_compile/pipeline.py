@@ -34,6 +34,7 @@ from fullgraph_compile.graphs import create_recorder
 from fullgraph_compile.ladder import legal_buckets
 from fullgraph_compile.ops import attention as attention_op
 from fullgraph_compile.options import Options
+from fullgraph_compile.passes.autocast_regions import lift_autocast, lower_autocast
 from fullgraph_compile.passes.check_row_independence import Proof, check_row_independence
 from fullgraph_compile.passes.common import (
     copy_graph,
@@ -96,7 +97,7 @@ def _build_symbolic(
     report: Report,
     fused: FusedWeights | None,
 ) -> CapturedGraph:
-    gm = fold_scalars(drop_grad(copy_graph(gm)))
+    gm = lift_autocast(fold_scalars(drop_grad(copy_graph(gm))))
     device = device_of(gm, weights)
     move_scalars(gm, weights, device)
 
@@ -124,11 +125,11 @@ def _build_symbolic(
         raise Refused(blocked, detail)
 
     if fused is None:
-        pieces = split_pieces(split.body)
+        pieces = split_pieces(lower_autocast(split.body))
         program = Program(pieces, compile_pieces(pieces, options, report), marked.sites, attention)
     else:
         fusion = fuse_projections(split.body, fused.admit(examples))
-        pieces = split_pieces(fusion.body)
+        pieces = split_pieces(lower_autocast(fusion.body))
         compiled = compile_pieces(pieces, options, report)
         program = FusedProgram(pieces, compiled, marked.sites, attention, fusion.stacks, fused)
     context = options.context_length or options.max_tokens
@@ -165,7 +166,7 @@ def _build_symbolic(
     index = {n.name: i for i, n in enumerate(placeholders(gm))}
     return CapturedGraph(
         runner,
-        split.tail,
+        lower_autocast(split.tail),
         split.tail_inputs,
         token_input=_token_input(gm, token),
         positions=None if marked.positions is None else index[marked.positions],

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fullgraph_compile.ops import attention
+from fullgraph_compile.passes.autocast_regions import regions_of
 from fullgraph_compile.passes.common import copy_graph, expression, module_path, op_name, output_node, value_of
 from fullgraph_compile.passes.part import written
 
@@ -84,8 +85,6 @@ def fuse_projections(body: GraphModule, admit: Callable[[Sequence[Stack]], bool]
 
 def _groups(body: GraphModule) -> list[list[_Linear]]:
     """Groups of two or more, in graph order."""
-    if any("autocast" in op_name(n) for n in body.graph.nodes):
-        return []  # a linear may not move from one such region to another
     returned = {_storage(value_of(n)) for n in output_node(body).all_input_nodes}
     writes: dict[Any, list[int]] = {}
     found: dict[Any, list[_Linear]] = {}
@@ -97,8 +96,8 @@ def _groups(body: GraphModule) -> list[list[_Linear]]:
         for target in written(node):
             writes.setdefault(_storage(value_of(target)), []).append(i)
         linear = _linear(node)
-        if linear is None:
-            continue
+        if linear is None or regions_of(node):
+            continue  # in a region of autocast its result is of another dtype
         x, weight = node.args[0], value_of(linear.weight)
         form = (weight.dtype, weight.device, weight.shape[1], linear.bias is None)
         found.setdefault((x, piece, _owner(node), form), []).append(linear)

@@ -129,6 +129,8 @@ def _read_op(node: Node, index: int, token: Any) -> AttentionSite:
     for name, fact in {"scale": scale, "left": left, "right": right, "softcap": softcap}.items():
         if not isinstance(fact, (int, float)):
             raise NotUnderstood(f"{name} is not a constant of the trace")
+    if len(dtypes := {str(value_of(n).dtype) for n in (q, k, v)}) > 1:
+        raise NotUnderstood(f"queries, keys and values are {' and '.join(sorted(dtypes))}; the op takes one dtype")
     return AttentionSite(
         index, node.name, module_path(node), scale=float(scale), left=left, right=right, softcap=float(softcap),
         sinks=sinks is not None, slopes=slopes is not None, dtype=value_of(q).dtype,

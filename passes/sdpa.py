@@ -103,7 +103,7 @@ def read_sdpa(node: Node, index: int, token: Any, kind_of: Callable[[Node, Node]
     k, v, facts["kv_heads"] = _before_repeats(k, v, facts["kv_heads"], packed)
     site = AttentionSite(
         index, node.name, module_path(node), scale=float(scale), left=mask.left, right=mask.right,
-        dtype=value_of(q).dtype, **facts,
+        dtype=value_of(node).dtype, **facts,
     )  # fmt: skip
     return SdpaCall(node, q, k, v, packed, site, mask)
 
@@ -159,7 +159,10 @@ def _before_repeat(node: Node, packed: bool) -> Node | None:
 
 
 def replace_sdpa(graph: Graph, call: SdpaCall, slopes: Node | None = None) -> None:
-    """Replace the call by transposes to ``[T, heads, size]``, the op, and a transpose back; drop unread repeats."""
+    """Replace the call by transposes to ``[T, heads, size]``, the op, and a transpose back; drop unread repeats.
+
+    The op is given the dtype of the site.
+    """
     old, site = call.node, call.site
     repeated = [n for n in old.all_input_nodes if n not in (call.q, call.k, call.v)]
     with graph.inserting_before(old):
@@ -168,6 +171,9 @@ def replace_sdpa(graph: Graph, call: SdpaCall, slopes: Node | None = None) -> No
             if value_of(node).dim() == 4:
                 node = emit(graph, old, operator.getitem, node, 0)
             node = emit(graph, old, "permute", node, 2, 0, 1) if last else emit(graph, old, "transpose", node, 0, 1)
+            if value_of(node).dtype != site.dtype:
+                # Torch takes one dtype, so autocast makes it that: of queries after a rotary in float32, for one.
+                node = emit(graph, old, "to", node, site.dtype)
             # The op's layout is contiguous in the last dim.
             return node if expression(value_of(node).stride(-1)) == 1 else emit(graph, old, "contiguous", node)
 

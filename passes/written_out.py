@@ -88,15 +88,17 @@ def read_written_out(
             continue
         mask = _both(mask, kind)
 
-    dtype = value_of(v).dtype
+    dtype = value_of(end).dtype
     site = AttentionSite(
         index, softmax.name, module_path(softmax), scale=scores.factor * alpha, left=mask.left, right=mask.right,
         softcap=scores.softcap, slopes=slopes is not None, dtype=dtype, **facts,
     )  # fmt: skip
     k = _transposed(keys)
-    call = SdpaCall(
-        end, _uncast(q, dtype), _uncast(keys if k is None else k, dtype), v, packed, site, mask, keys_last=k is None
-    )
+    read = [q, keys if k is None else k]
+    # Under autocast products are of its dtype, whatever their operands are.
+    if value_of(scores.product).dtype != dtype:
+        read = [_uncast(node, dtype) for node in read]
+    call = SdpaCall(end, *read, v, packed, site, mask, keys_last=k is None)
     return call, None if slopes is None else tuple(slopes)
 
 

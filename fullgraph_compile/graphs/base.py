@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
+import torch
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -91,6 +93,17 @@ def collector_off(*, collect: bool = True) -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def casts_of_its_own() -> Iterator[None]:
+    """Around a recorded run: weights that autocast has cast before, and keeps, are cast in the run itself, or a replay
+    would read what they were; and what it keeps of the run, which is memory of the pool, it forgets."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 class Listener(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullgraph_compile.graphs.base import CaptureError, GraphRecorder, RecordedGraph, collector_off
+from fullgraph_compile.graphs.base import CaptureError, GraphRecorder, RecordedGraph, casts_of_its_own, collector_off
 from fullgraph_compile.graphs.streams import borrow_stream, ordered, return_stream
 
 
@@ -120,7 +120,8 @@ class CudaGraphRecorder(GraphRecorder):
         # Thread-local: what other threads do on the device must not break the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            run()
+            with casts_of_its_own():
+                run()
         except BaseException:
             # Its own error is the one to tell; a capture that it broke cannot be ended without another.
             with warnings.catch_warnings():

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fullgraph_compile.graphs.base import CaptureError, GraphRecorder, RecordedGraph
+from fullgraph_compile.graphs.base import CaptureError, GraphRecorder, RecordedGraph, casts_of_its_own
 from fullgraph_compile.graphs.recording import Recording, Step, poison
 
 
@@ -57,8 +57,9 @@ class Tape(RecordedGraph):
             raise RuntimeError("this graph was closed")
         self.poison()
         self._dirty = True
-        # Compiled pieces are guarded on both modes; scratch made under inference_mode can be written only there.
-        with torch.inference_mode(self._inference), torch.no_grad():
+        # Compiled pieces are guarded on both modes; scratch made under inference_mode can be written only there.  The
+        # caller's autocast casts nothing of a graph: what it casts was recorded.
+        with torch.inference_mode(self._inference), torch.no_grad(), torch._C._DisableAutocast():
             for step in self._steps:
                 step.replay(kept)
 
@@ -120,7 +121,7 @@ class TapeRecorder(GraphRecorder):
     def record(self, run: Callable[[], None]) -> Tape:
         recording = Recording(self.device)
         try:
-            with recording.on():
+            with recording.on(), casts_of_its_own():
                 run()
             tape = Tape(self, recording)
             for other in self.tapes:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,6 +67,10 @@ def attention_function(
     unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _NO_EFFECT)
     if unknown:
         raise NotServed(Reason.ATTENTION, f"{name} gives its attention {', '.join(unknown)}, which is not understood")
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        # As torch's own attention does: a rotation in float32 leaves queries and keys in that.
+        query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
     left, right = sides(module, sliding_window, others.get("is_causal"))

@@ -111,20 +111,6 @@ def test_half_precision(way: str, dtype: torch.dtype) -> None:
 
 
 @both_ways
-def test_autocast_is_followed_both_ways(way: str) -> None:
-    module = small()
-    eager = copy.deepcopy(module)
-    body = ready(way, module)
-    for _ in range(2):
-        for n in (7, 12):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                got, want = run(body, n), run(eager, n)
-            assert float((want - run(eager, n)).abs().max()) > 1e-4
-            equal(got, want, 2e-2)
-            check(body, eager, n)
-
-
-@both_ways
 def test_b116_training_and_gradients_run_eagerly_and_eval_replays_again(way: str) -> None:
     module = small()
     eager = copy.deepcopy(module)

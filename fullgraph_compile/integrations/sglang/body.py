@@ -19,6 +19,7 @@ from fullgraph_compile.compilers import Compiled, TraceAgain
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.integrations.sglang.attention import HostedCall, Sites, number_calls
 from fullgraph_compile.integrations.sglang.settings import Settings
+from fullgraph_compile.passes.autocast_regions import lift_autocast, lower_autocast
 from fullgraph_compile.passes.check_row_independence import check_row_independence
 from fullgraph_compile.passes.common import copy_graph, find_token, is_weight, output_node, placeholders, refusal
 from fullgraph_compile.passes.fold_scalars import fold_scalars
@@ -81,13 +82,13 @@ def build(gm: GraphModule, examples: Sequence[Any], sites: Sites, settings: Sett
     token, why = find_token(gm, lambda n: n.name in weights)
     if token is None:
         raise NotCompiled(Reason.ARGUMENTS, f"no symbolic token count was traced: {why}")
-    gm = fold_scalars(copy_graph(gm))
+    gm = lift_autocast(fold_scalars(copy_graph(gm)))
     calls = number_calls(gm)
     if not calls:
         raise NotCompiled(Reason.NO_SITES, "SGLang's attention modules are not called by the body")
     _prove(gm, token, report)
     # SGLang's own kernels write their results to memory: with the same roundings answers are nearer to theirs.
-    pieces = split_pieces(keep_rounding(gm))
+    pieces = split_pieces(lower_autocast(keep_rounding(gm)))
     return HostedProgram(pieces, compile_pieces(pieces, settings.compile_options, report), calls, sites)
 
 
