@@ -95,22 +95,28 @@ def written_attributes() -> list[Written] | None:
 # Guards on what only a backward, or a call with gradients, asks for; calls are served without.
 _OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _WITH_KWARGS = "_with_kwargs"
+# Where transformers notes each class that a model is made of: it grows, and what it says of a class stays.  From 5.24 on
+# it is no plain dict, whose keys Dynamo tells by their places: then all guards on it are for a dict of that length only.
+_GROWS = "._CAN_RECORD_REGISTRY"
+_PLACED = f"{_GROWS}))["
 
 
 def keep_guard(guards: Sequence[Any]) -> list[bool]:
     """Filter for Dynamo: which guards say something that is not known otherwise.
 
     Those on parameters do not, nor those on tensors and hooks for a backward, and which hooks of a module take keyword
-    arguments means nothing as long as it has none.  These are two fifths of a decoder's guards.
+    arguments means nothing as long as it has none.  These are two fifths of a decoder's guards.  Nor does how many
+    classes of models there are.
     """
     no_hooks = {g.name for g in guards if g.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT"}
+    placed = any(_PLACED in g.name for g in guards)
 
     def keep(guard: Any) -> bool:
         if isinstance(guard.value, nn.Parameter) or guard.guard_type == "AUTOGRAD_SAVED_TENSORS_HOOKS":
             return False
         name: str = guard.name
         if name not in no_hooks:
-            return True
+            return not (placed and _GROWS in name)
         of_none = name.endswith(_WITH_KWARGS) and name.removesuffix(_WITH_KWARGS) in no_hooks
         return not (of_none or name.endswith(_OF_BACKWARD))
 

@@ -66,6 +66,17 @@ def test_autocast_is_followed_both_ways() -> None:
     assert replays(model) == 4
 
 
+def test_models_of_other_classes_that_are_made_later_change_nothing() -> None:
+    """transformers keeps a registry of the classes that models were made of, which a trace reads."""
+    model, eager = pair("Llama")
+    check(model, eager)
+    compiles = fgc.report(model).compiles
+    for name in ("first", "second"):
+        type(f"{name.title()}Llama", (type(eager),), {})(eager.config)
+        check(model, eager)
+    assert fgc.report(model).compiles == compiles and not fallbacks(model)
+
+
 def test_attributes_and_weights_that_change_are_noticed() -> None:
     model, eager = pair("Llama")
     check(model, eager)
