@@ -219,7 +219,8 @@ class Binder:
             else:
                 raise NotServed(Reason.ARGUMENTS, f"{name} is a {type(value).__name__}")
         device = call[next(iter(dims))].device.type
-        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        has = torch.amp.is_autocast_available(device)  # meta has none
+        autocast = has and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         arguments = tuple(parts)
         return self._forms.setdefault((arguments, autocast), Form(arguments))
 

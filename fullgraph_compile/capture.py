@@ -36,7 +36,7 @@ class CaptureSet:
         outputs: its outputs.
         limits: the ladder, which holds legal buckets only, and the bounds that the graphs keep.
         cache: the KV cache whose addresses the graphs keep, or None.
-        args: values of the placeholders; only weights, and the shapes of other tensors, are used.
+        args: values of the placeholders: weights, and tensors without a token dim; of the others dtype and shape.
     """
 
     WARM_UPS = 2
@@ -238,7 +238,7 @@ class CaptureSet:
             if lazy:
                 source = source.resolve_conj().resolve_neg()
             if source.device != self.device or not source.is_contiguous():
-                source = source.to(self.device, non_blocking=True).contiguous()
+                source = source.to(self.device, non_blocking=_unpinned(source)).contiguous()
             sources.append(source)
             addresses.append(source.data_ptr())
         outputs = list(rows.outputs)
@@ -254,7 +254,8 @@ class CaptureSet:
             self._poison(poison, [*bucket.inputs.values(), *bucket.outputs, *outputs])
         static = self.buffers.stage(batch, tokens, poison, addresses)
         if self._values:
-            torch._foreach_copy_([*self._values.values()], [args[i] for i in self._values], non_blocking=True)
+            given = [args[i] for i in self._values]
+            torch._foreach_copy_([*self._values.values()], given, non_blocking=all(map(_unpinned, given)))
         if not self._recordable:
             self._copy_rows(bucket, sources, batch.tokens)
         if self.program.plans:
@@ -319,3 +320,9 @@ class CaptureSet:
             if bucket.graph is not None:
                 bucket.graph.close()
         self.buckets.clear()
+
+
+def _unpinned(tensor: Tensor) -> bool:
+    """Whether the caller may write to the tensor after a copy to a device that was not waited for: of pinned memory the
+    device reads later, of other memory the host itself, before it goes on."""
+    return tensor.device.type != "cpu" or not tensor.is_pinned()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,6 @@ from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
 from fullgraph_compile.integrations.plain import Bound, ModuleChanged, NotServed
 from fullgraph_compile.options import Options, disabled
-from fullgraph_compile.own_forward import forward_of_class
 from fullgraph_compile.pipeline import expected_decision
 from fullgraph_compile.registry import register, unregister
 from fullgraph_compile.report import Report, log
@@ -76,8 +76,13 @@ class CompiledBody:
         register(self, [*module.parameters(), *module.buffers()])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module, or one that was saved and loaded, is not compiled: its forward is its class's."""
-        return forward_of_class, (self.module(),)
+        """A copy of the module, or one that was saved and loaded, is not compiled."""
+        return self.integration.reduced()
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """``torch.export`` asks a module's forward for it."""
+        return self.forward.__code__
 
     @property
     def forward(self) -> Callable[..., Any]:

@@ -15,6 +15,9 @@ def interposed() -> str:
     if torch._C._len_torch_dispatch_stack():
         modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         return f"the dispatch mode {type(modes[-1]).__name__}" if modes else "a dispatch mode"
+    # make_fx(pre_dispatch=True) and export, whose modes are on no stack of those.
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        return "a mode before dispatch"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func"
     if forward_ad._current_level >= 0:

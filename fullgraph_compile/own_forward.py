@@ -15,6 +15,15 @@ def kept_forward(module: nn.Module) -> Callable[..., Any] | None:
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
+def reduced(module: Any, kept: Callable[..., Any] | None) -> tuple[Any, ...]:
+    """What a copy of the module, or one that was saved and loaded, has in the place of ours: its own forward."""
+    return (forward_of_class, (module,)) if kept is None else (_itself, (kept,))
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
 def forward_of_class(module: Any) -> Callable[..., Any]:
     """The forward that a module has by its class."""
     return types.MethodType(type(module).forward, module)

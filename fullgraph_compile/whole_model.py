@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from fullgraph_compile.options import disabled
-from fullgraph_compile.own_forward import call_forward, forward_of_class, kept_forward
+from fullgraph_compile.own_forward import call_forward, forward_of_class, kept_forward, reduced
 
 if TYPE_CHECKING:
     from fullgraph_compile.compiled_body import CompiledBody
@@ -52,7 +53,12 @@ class WholeModel:
         self._names = list(self.__signature__.parameters)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return forward_of_class, (self.module(),)
+        return reduced(self.module(), self._own)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """``torch.export`` asks a module's forward for it."""
+        return self.forward.__code__
 
     @property
     def forward(self) -> Callable[..., Any]:

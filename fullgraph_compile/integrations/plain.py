@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fullgraph_compile.batch import PrefillBatch
 from fullgraph_compile.dispatch import Reason
-from fullgraph_compile.own_forward import call_forward, forward_of_class, kept_forward
+from fullgraph_compile.own_forward import call_forward, forward_of_class, kept_forward, reduced
 
 
 class NotServed(Exception):
@@ -134,6 +134,10 @@ class PlainModule:
     def forward(self) -> Callable[..., Any]:
         """The module's forward, as the user wrote it."""
         return self._own_forward or forward_of_class(self.module)
+
+    def reduced(self) -> tuple[Any, ...]:
+        """What a copy of the module has as its forward, as ``__reduce__`` says it."""
+        return reduced(self.module, self._own_forward)
 
     def call_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, so that an outer trace follows."""

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fullgraph_compile as fgc
 from tests.models import T2, tiny_causal_lm, tokens
-from tests.runtime.bodies import OPTIONS, both_ways, check, check_replayed, compiled, equal, ready, replays, run, small
+from tests.runtime.bodies import (
+    OPTIONS,
+    both_ways,
+    check,
+    check_replayed,
+    compiled,
+    equal,
+    first,
+    ready,
+    replays,
+    run,
+    small,
+)
 
 
 def test_b93_the_module_is_what_it_was() -> None:
@@ -57,6 +73,68 @@ def test_a_copy_of_a_compiled_module_is_right_and_of_its_own(how: str) -> None:
     eager.embed.weight.data.mul_(-1)
     assert replays(body) == before
     check_replayed(body, eager, 7, 12)
+
+
+def first_twice(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return (type(module).forward(module, *args, **kwargs)[0] * 2,)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("of", ["body", "model"])
+def test_a_copy_keeps_a_forward_that_the_module_itself_was_given(of: str, how: str) -> None:
+    """As accelerate's hooks do."""
+    whole = tiny_causal_lm("Llama")
+    module: nn.Module = whole.model if of == "body" else whole
+    inputs = {"input_ids": tokens(7)[None], "use_cache": False, "return_dict": False}
+    module.forward = functools.partial(first_twice, module)
+    with torch.no_grad():
+        want = module(**inputs)[0]
+        fgc.compile(module, **OPTIONS)
+        copied = copy.deepcopy(module) if how == "deepcopy" else pickle.loads(pickle.dumps(module))
+        assert copied.forward.args == (copied,)
+        equal(copied(**inputs)[0], want)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("make", [small, lambda: tiny_causal_lm("Llama")])
+def test_a_compiled_module_can_be_exported(make: Callable[[], nn.Module], called: bool, strict: bool) -> None:
+    module = make()
+    eager = copy.deepcopy(module)
+    body = fgc.compile(module, **OPTIONS)
+    inputs = {"input_ids": tokens(7)[None], "position_ids": torch.arange(7)[None]}
+    inputs |= {} if isinstance(module, T2) else {"use_cache": False}
+    if called:
+        run(body, 7)
+    before = replays(body)
+    with torch.no_grad():
+        exported = torch.export.export(module, (), inputs, strict=strict).module()
+        equal(first(exported(**inputs)), first(eager(**inputs)))
+    assert replays(body) == before
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_make_fx_records_the_module_and_nothing_of_ours(pre_dispatch: bool) -> None:
+    module = small()
+    eager = copy.deepcopy(module)
+    body = ready("compile", module)
+    example = tokens(7)[None], torch.arange(7)[None]
+    with torch.no_grad():
+        graph = make_fx(lambda ids, positions: body(ids, positions), pre_dispatch=pre_dispatch)(*example)
+        plain = make_fx(lambda ids, positions: eager(ids, positions), pre_dispatch=pre_dispatch)(*example)
+        assert [n.target for n in graph.graph.nodes] == [n.target for n in plain.graph.nodes]
+        other = tokens(7, 2)[None], torch.arange(7)[None]
+        equal(graph(*other), eager(*other))
+    assert fgc.report(body).fallbacks == {fgc.Reason.INTERPOSED: 1}
+    check_replayed(body, eager, 7)
+
+
+def test_a_model_without_memory_gives_its_shape() -> None:
+    module = small().to("meta")
+    body = fgc.compile(module, **{**OPTIONS, "graphs": "auto"})
+    ids = torch.empty(1, 7, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        assert body(ids, ids).shape == (1, 7, 32)
 
 
 def test_save_and_load_of_a_compiled_model(tmp_path: Path) -> None:
