@@ -95,8 +95,8 @@ def written_attributes() -> list[Written] | None:
 # Guards on what only a backward, or a call with gradients, asks for; calls are served without.
 _OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _WITH_KWARGS = "_with_kwargs"
-# Where transformers notes each class that a model is made of: it grows, and what it says of a class stays.  From 5.24 on
-# it is no plain dict, whose keys Dynamo tells by their places: then all guards on it are for a dict of that length only.
+# Where transformers notes each class that a model is made of: it grows, and what it says of a class stays.  From 5.24
+# on it is no plain dict, so Dynamo tells its keys by their places, and all guards on it are for its length only.
 _GROWS = "._CAN_RECORD_REGISTRY"
 _PLACED = f"{_GROWS}))["
 

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from fullgraph_compile.ops import attention
 from fullgraph_compile.passes.autocast_regions import regions_of
-from fullgraph_compile.passes.common import copy_graph, expression, module_path, op_name, output_node, value_of
+from fullgraph_compile.passes.common import copy_graph, expression, module_path, output_node, value_of
 from fullgraph_compile.passes.part import written
 
 Stack = tuple[int, ...]

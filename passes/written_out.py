@@ -94,11 +94,11 @@ def read_written_out(
         softcap=scores.softcap, slopes=slopes is not None, dtype=dtype, **facts,
     )  # fmt: skip
     k = _transposed(keys)
-    read = [q, keys if k is None else k]
+    reads = q, keys if k is None else k
     # Under autocast products are of its dtype, whatever their operands are.
     if value_of(scores.product).dtype != dtype:
-        read = [_uncast(node, dtype) for node in read]
-    call = SdpaCall(end, *read, v, packed, site, mask, keys_last=k is None)
+        reads = _uncast(reads[0], dtype), _uncast(reads[1], dtype)
+    call = SdpaCall(end, *reads, v, packed, site, mask, keys_last=k is None)
     return call, None if slopes is None else tuple(slopes)
 
 

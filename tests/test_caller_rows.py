@@ -14,7 +14,7 @@ from fullgraph_compile import capture
 from fullgraph_compile.caller_rows import CallerRows, recordable
 from fullgraph_compile.graphs import create_recorder
 from tests.models import tiny, tokens
-from tests.runtime.bodies import OPTIONS, run, runners
+from tests.runtime.bodies import OPTIONS, Scaled, run, runners
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS = 300
@@ -207,6 +207,22 @@ def test_a_launch_without_a_call_reads_inputs_of_its_own(device: str) -> None:
         launch(), launch()
         assert torch.equal(bucket.outputs[0].narrow(1, 0, 7), want)
         assert torch.equal(body(input_ids=ids[:, :7].clone(), use_cache=False).last_hidden_state, want)
+
+
+@pytest.mark.gpu
+def test_a_pinned_number_may_be_written_to_after_the_call() -> None:
+    """The device reads pinned memory when it comes to it."""
+    options = {**OPTIONS, "graphs": "cuda", "attention": "triton"}
+    body = fgc.compile(Scaled(layers=1).eval().cuda(), **options)
+    call = {"input_ids": tokens(7)[None].cuda(), "position_ids": torch.arange(7, device="cuda")[None]}
+    scale = torch.tensor(2.0).pin_memory()
+    with torch.inference_mode():
+        for _ in range(2):
+            want = body(**call, scale=scale)
+        torch.cuda._sleep(10**8)
+        got = body(**call, scale=scale)
+        scale.fill_(3.0)
+        assert torch.equal(got, want)
 
 
 def test_where_the_kernel_is_not_to_be_had_they_are_copied_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

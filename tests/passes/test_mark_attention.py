@@ -207,3 +207,12 @@ def test_the_op_itself_is_numbered_and_read() -> None:
     assert (second.scale, second.mask, second.softcap, second.sinks) == (0.25, "two-sided", 0.0, False)
     assert [n.args[-1] for n in marked.gm.graph.nodes if n.target is ops.attention] == [0, 1]
     assert [n.args[-1] for n in gm.graph.nodes if n.target is ops.attention] == [-1, -1]
+
+
+def test_the_op_takes_one_dtype() -> None:
+    def body(q: Tensor, k: Tensor) -> Tensor:
+        return ops.attention(q, k, k, None, None, 0.5, -1, 0, 0.0, -1)
+
+    gm, token = trace(body, torch.randn(TOKENS, 4, 8), torch.randn(TOKENS, 2, 8).bfloat16())
+    (refusal,) = mark_attention(gm, token).refusals
+    assert "are torch.bfloat16 and torch.float32; the op takes one dtype" in str(refusal)
