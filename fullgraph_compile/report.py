@@ -6,6 +6,7 @@ import io
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
@@ -16,6 +17,9 @@ from fullgraph_compile.measured_ladder import MeasuredLadder
 from fullgraph_compile.ops import AttentionSite
 
 log = logging.getLogger("fullgraph_compile")
+
+# What is counted of the user's calls.
+_COUNTS = ("replays", "padding", "dropped", "fallbacks", "device_reads")
 
 
 @dataclass
@@ -108,7 +112,8 @@ class Report:
 
     def take_counts(self, then: Report) -> None:
         """Count the user's calls as they were in an earlier ``copy``: what came between were calls of our own."""
-        self.replays, self.padding, self.fallbacks = then.replays, then.padding, then.fallbacks
+        for name in (*_COUNTS, "_launched"):
+            setattr(self, name, getattr(then, name))
 
     def why(self) -> str:
         """Every reason that was met, with what it was about the first time."""
@@ -118,11 +123,7 @@ class Report:
         """A snapshot that later calls do not change."""
         return replace(
             self,
-            replays=Counter(self.replays),
-            padding=Counter(self.padding),
-            dropped=Counter(self.dropped),
-            _launched=None,
-            fallbacks=Counter(self.fallbacks),
+            **{name: copy(getattr(self, name)) for name in (*_COUNTS, "_launched")},
             details=dict(self.details),
         )
 
@@ -218,10 +219,8 @@ def merge(reports: Iterable[Report]) -> Report:
         merged.sites = merged.sites or report.sites
         if report.proof and report.proof not in merged.proof:
             merged.proof = "; ".join(filter(None, (merged.proof, report.proof)))
-        merged.replays += report.replays
-        merged.padding += report.padding
-        merged.dropped += report.dropped
-        merged.fallbacks += report.fallbacks
+        for count in _COUNTS:
+            setattr(merged, count, getattr(merged, count) + getattr(report, count))
         merged.details = {**report.details, **merged.details}
         merged.compiles += report.compiles
         merged.pieces += report.pieces
@@ -232,6 +231,5 @@ def merge(reports: Iterable[Report]) -> Report:
         merged.forecast_bytes += report.forecast_bytes
         merged.ladder = merged.ladder or report.ladder
         merged.cut = "; ".join(dict.fromkeys(filter(None, (merged.cut, report.cut))))
-        merged.device_reads += report.device_reads
         merged.ready = merged.ready and report.ready
     return merged or Report()

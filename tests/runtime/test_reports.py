@@ -12,6 +12,7 @@ import torch
 
 import fullgraph_compile as fgc
 from fullgraph_compile import Reason
+from fullgraph_compile.report import Report
 from tests.models import tiny, tokens
 from tests.runtime.bodies import (
     Scaled,
@@ -194,3 +195,20 @@ def test_the_report_of_one_body_is_its_own_and_the_report_of_all_has_both() -> N
     everything = fgc.report()
     assert everything.replays[8] >= 5
     assert everything.replays[16] >= 1
+
+
+def test_calls_of_our_own_are_in_no_count_and_are_not_taken_back_with_the_users() -> None:
+    report = Report()
+    report.begin()
+    report.replayed(8, 5)
+    then = report.copy()
+    report.replayed(16, 9)
+    report.drop()
+    report.replayed(16, 9)
+    report.fell_back(Reason.PADDING)
+    report.device_reads += 1
+    report.take_counts(then)
+    assert str(report) == str(then) and "1 replayed, 0 not" in str(report)
+    assert not report.dropped and not report.device_reads
+    report.drop()
+    assert (report.replays.total(), report.dropped) == (0, {8: 1})
