@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 MEASURED = "measured"
+
+# Activations of more rows fit no GPU, and each bucket is a graph.
+MOST_TOKENS = 2**20
+
+# What weights may add up to: what is computed from them is then finite too.
+_MOST_WEIGHT = 1e300
 
 
 def default_ladder(max_tokens: int) -> tuple[int, ...]:
@@ -23,10 +31,14 @@ def default_ladder(max_tokens: int) -> tuple[int, ...]:
 def check_buckets(buckets: Any) -> tuple[int, ...]:
     """The buckets, sorted and without repeats.
 
+    Args:
+        buckets: a sequence, an array or a tensor of integers.
+
     Raises:
-        TypeError: not a sequence of integers.
-        ValueError: empty, or a bucket below 1.
+        TypeError: something else.
+        ValueError: empty, or a bucket below 1 or above ``MOST_TOKENS``.
     """
+    buckets = _listed(buckets)
     if isinstance(buckets, (str, bytes)) or not isinstance(buckets, Sequence):
         raise TypeError(
             f"buckets={buckets!r} must be a list of positive integers, {MEASURED!r}, or None for the default ladder"
@@ -34,23 +46,32 @@ def check_buckets(buckets: Any) -> tuple[int, ...]:
     if not buckets:
         raise ValueError("buckets=[] is empty; give at least one token count, or None for the default ladder")
     for b in buckets:
-        if isinstance(b, bool) or not isinstance(b, int):
+        if not _is_integer(b):
             raise TypeError(f"buckets holds {b!r}, which is not an integer; buckets are token counts")
-        if b < 1:
-            raise ValueError(f"buckets holds {b}; a bucket is a positive token count")
-    return tuple(sorted(set(buckets)))
+        if not 1 <= b <= MOST_TOKENS:
+            raise ValueError(f"buckets holds {b}; a bucket is a positive token count, at most {MOST_TOKENS}")
+    return tuple(sorted({int(b) for b in buckets}))
+
+
+def _listed(values: Any) -> Any:
+    return values.tolist() if isinstance(values, (Tensor, np.ndarray)) else values
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_lengths(lengths: Any) -> tuple[tuple[int, float], ...]:
     """Token counts of the calls to expect, each once, ascending, with how often it comes.
 
     Args:
-        lengths: counts, or a mapping of counts to weights, or pairs of the two.
+        lengths: counts, in a sequence, an array or a tensor, or a mapping of counts to weights, or pairs of the two.
 
     Raises:
         TypeError: something else.
-        ValueError: empty, a count below 1, or a weight that is not above 0.
+        ValueError: empty, a count below 1, a weight that is not above 0, or weights of more than 1e300 in all.
     """
+    lengths = _listed(lengths)
     what = "lengths must be a list of token counts, or a mapping of token counts to how often each comes"
     if isinstance(lengths, (str, bytes)) or not isinstance(lengths, (Mapping, Sequence)):
         raise TypeError(f"{what}; got {lengths!r}")
@@ -60,11 +81,16 @@ def check_lengths(lengths: Any) -> tuple[tuple[int, float], ...]:
         raise ValueError(f"lengths is empty; {what}")
     found: Counter[int] = Counter()
     for tokens, weight in pairs:
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or not isinstance(weight, (int, float)):
+        if not _is_integer(tokens) or not (_is_integer(weight) or isinstance(weight, float)):
             raise TypeError(f"{what}; got {(tokens, weight)!r}")
-        if tokens < 1 or not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"lengths holds {(tokens, weight)!r}; a token count is at least 1, its weight above 0")
-        found[tokens] += weight  # type: ignore[assignment]
+        if tokens < 1 or not 0 < weight <= _MOST_WEIGHT:
+            raise ValueError(
+                f"lengths holds {(tokens, weight)!r}; a token count is at least 1, its weight above 0 and at most "
+                f"{_MOST_WEIGHT:g}"
+            )
+        found[int(tokens)] += weight if isinstance(weight, float) else int(weight)  # type: ignore[assignment]
+    if not sum(found.values()) <= _MOST_WEIGHT:
+        raise ValueError(f"the weights of lengths add up to more than {_MOST_WEIGHT:g}; give shares of the calls")
     return tuple(sorted(found.items()))
 
 

@@ -7,13 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from fullgraph_compile.attention import attention_names
-from fullgraph_compile.ladder import MEASURED, check_buckets, check_lengths, default_ladder
+from fullgraph_compile.ladder import MEASURED, MOST_TOKENS, check_buckets, check_lengths, default_ladder
 from fullgraph_compile.ladder_costs import candidate_sizes
 
 COMPILERS = ("inductor", "aot_eager", "eager")
@@ -30,8 +30,10 @@ class Options:
     """The keys of ``options=`` of ``torch.compile(..., backend="full_prefill")`` and of ``fgc.compile``.
 
     Attributes:
-        max_tokens: largest token bucket.
-        buckets: token buckets; None = the default ladder up to ``max_tokens``; "measured" = sizes are timed before
+        max_tokens: largest token bucket, at most 1,048,576; None = the largest of ``buckets`` where those are a list,
+            else 2,048.
+        buckets: token buckets: a list of which those above ``max_tokens`` are left out and ``max_tokens`` is one more;
+            None = the default ladder up to ``max_tokens``; "measured" = sizes are timed before
             the first capture, and the fewest are kept that cost the calls to expect next to nothing.  Where a call is
             faster without a graph it then takes the compiled route.
         lengths: token counts of the calls to expect, for ``buckets="measured"``: a list of counts, or a mapping of
@@ -60,7 +62,7 @@ class Options:
         TypeError: a value is of the wrong type.
     """
 
-    max_tokens: int = 2048
+    max_tokens: int = None  # type: ignore[assignment]  # an integer once made
     buckets: tuple[int, ...] | str | None = None
     request_slots: int | None = None
     context_length: int | None = None
@@ -75,29 +77,29 @@ class Options:
     clone_outputs: bool = True
     fuse_projections: bool = True
     progress: bool | None = None
-    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        _positive_int("max_tokens", self.max_tokens)
-        if self.buckets is not None and self.buckets != MEASURED:
-            buckets = check_buckets(self.buckets)
-            object.__setattr__(self, "buckets", buckets)
-            if "max_tokens" not in self.given and self.max_tokens == type(self).max_tokens:
-                object.__setattr__(self, "max_tokens", buckets[-1])
-            elif self.max_tokens < buckets[0]:
-                raise ValueError(
-                    f"max_tokens={self.max_tokens} is below the smallest bucket, {buckets[0]}; "
-                    f"give max_tokens >= {buckets[0]} or a smaller bucket"
-                )
+        # Not compared with "measured" before: an array is, element by element.
+        if self.buckets is not None and not self.measured:
+            object.__setattr__(self, "buckets", check_buckets(self.buckets))
+        listed = self.buckets if isinstance(self.buckets, tuple) else ()
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", listed[-1] if listed else 2048)
+        _positive_int("max_tokens", self.max_tokens, MOST_TOKENS)
+        if listed and self.max_tokens < listed[0]:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} is below the smallest bucket, {listed[0]}; "
+                f"give max_tokens >= {listed[0]} or a smaller bucket"
+            )
         if self.lengths is not None:
             object.__setattr__(self, "lengths", check_lengths(self.lengths))
-            if self.buckets != MEASURED:
+            if not self.measured:
                 raise ValueError(f"lengths= chooses among measured buckets; give buckets={MEASURED!r} with it")
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_bytes("memory_budget", self.memory_budget))
         for name in ("request_slots", "context_length"):
             if getattr(self, name) is not None:
-                _positive_int(name, getattr(self, name))
+                _positive_int(name, getattr(self, name), _MOST_LENGTH)
         if self.request_slots is not None and self.request_slots > self.max_tokens:
             raise ValueError(
                 f"request_slots={self.request_slots} is above max_tokens={self.max_tokens}; a request has at least "
@@ -137,7 +139,7 @@ class Options:
     @property
     def measured(self) -> bool:
         """Whether the ladder is chosen by timings."""
-        return self.buckets == MEASURED
+        return isinstance(self.buckets, str) and self.buckets == MEASURED
 
     @property
     def slots(self) -> int:
@@ -159,15 +161,13 @@ class Options:
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
         """Options from a mapping of names to values; an unknown name is an error that lists the valid ones."""
         options = dict(options or {})
-        valid = [f.name for f in fields(cls) if f.name != "given"]
+        valid = [f.name for f in fields(cls)]
         for name in options:
             if name not in valid:
                 near = difflib.get_close_matches(str(name), valid, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ValueError(f"unknown option {name!r}{hint} Valid options: {', '.join(valid)}")
-        if isinstance(options.get("buckets"), list):
-            options["buckets"] = tuple(options["buckets"])
-        return cls(**options, given=frozenset(options))
+        return cls(**options)
 
 
 def disabled() -> bool:
@@ -180,6 +180,10 @@ def disabled() -> bool:
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+_MOST_BYTES = 2**63 - 1
+# Lengths and offsets of requests are int32 on the device.
+_MOST_LENGTH = 2**31 - 1
 
 
 def parse_bytes(name: str, value: Any) -> int:
@@ -195,16 +199,19 @@ def parse_bytes(name: str, value: Any) -> int:
             raise ValueError(
                 f"{name}={value!r} is no number of bytes; valid are 300000000, '300MB', '300MiB', '1.5GiB'"
             )
-        value = int(float(found[1]) * unit)
-    _positive_int(name, value)
+        number = float(found[1]) * unit
+        if number > _MOST_BYTES:
+            raise ValueError(f"{name}={value!r} is more than {_MOST_BYTES} bytes, which is the most")
+        value = int(number)
+    _positive_int(name, value, _MOST_BYTES)
     return int(value)
 
 
-def _positive_int(name: str, value: Any) -> None:
+def _positive_int(name: str, value: Any, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be a positive integer")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be a positive integer")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name}={value} must be a positive integer, at most {most}")
 
 
 def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from fullgraph_compile import Options
 
@@ -25,11 +29,22 @@ from fullgraph_compile import Options
         ({"buckets": "measured", "lengths": {5: -1}}, ValueError, "above 0"),
         ({"buckets": "measured", "lengths": ["5"]}, TypeError, "list of token counts"),
         ({"buckets": "measured", "lengths": 5}, TypeError, "list of token counts"),
+        ({"buckets": "measured", "lengths": {30: True}}, TypeError, "list of token counts"),
+        ({"buckets": "measured", "lengths": {30: 10**400}}, ValueError, "at most 1e\\+300"),
+        ({"buckets": "measured", "lengths": {30: float("inf")}}, ValueError, "at most 1e\\+300"),
+        ({"buckets": "measured", "lengths": dict.fromkeys((30, 31), 9e299)}, ValueError, "more than 1e\\+300"),
+        ({"memory_budget": "9" * 400 + "GiB"}, ValueError, "9223372036854775807 bytes, which is the most"),
+        ({"memory_budget": 10**400}, ValueError, "at most 9223372036854775807"),
         ({"memory_budget": "5 bananas"}, ValueError, "'300MB', '300MiB'"),
         ({"memory_budget": "MiB"}, ValueError, "'300MB', '300MiB'"),
         ({"memory_budget": 0}, ValueError, "memory_budget=0"),
         ({"memory_budget": 1.5}, TypeError, "memory_budget=1.5"),
         ({"max_tokens": 0}, ValueError, "max_tokens=0"),
+        ({"max_tokens": 10**13}, ValueError, "at most 1048576"),
+        ({"buckets": [8, 10**13]}, ValueError, "at most 1048576"),
+        ({"context_length": 2**31}, ValueError, "at most 2147483647"),
+        ({"buckets": np.array([8.0, 16.0])}, TypeError, "8.0.*not an integer"),
+        ({"buckets": np.array(8)}, TypeError, "list of positive integers"),
         ({"max_tokens": 2.5}, TypeError, "max_tokens=2.5"),
         ({"max_tokens": 4, "buckets": [8, 16]}, ValueError, "below the smallest bucket, 8"),
         ({"max_tokens": 16, "request_slots": 17}, ValueError, "request_slots=17 is above max_tokens=16"),
@@ -66,6 +81,20 @@ def test_buckets_are_sorted_unique_and_end_at_max_tokens() -> None:
     assert Options(buckets=(16, 8)).max_tokens == 16
     assert Options.parse({"buckets": [8, 32, 64], "max_tokens": 40}).ladder == (8, 32, 40)
     assert Options.parse({"buckets": [8], "max_tokens": 100}).ladder == (8, 100)
+
+
+def test_max_tokens_that_is_given_holds_whatever_its_value_and_however_the_options_are_made() -> None:
+    assert Options(buckets=(8, 16), max_tokens=2048).ladder == (8, 16, 2048)
+    assert Options.parse({"buckets": [8, 16], "max_tokens": 2048}).ladder == (8, 16, 2048)
+    assert Options(buckets="measured").max_tokens == Options().max_tokens == 2048
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda values: [*map(np.int64, values)]])
+def test_buckets_and_lengths_may_be_arrays_and_tensors_of_integers(kind: Any) -> None:
+    assert Options.parse({"buckets": kind([16, 8])}) == Options(buckets=(8, 16))
+    counted = Options.parse({"buckets": "measured", "lengths": kind([30, 7, 30])})
+    assert counted.lengths == ((7, 1), (30, 2))
+    assert all(type(n) is int for n in (*Options(buckets=kind([8])).ladder, *sum(counted.lengths, ())))
 
 
 def test_equal_options_compare_equal_whichever_way_they_were_given() -> None:

@@ -62,7 +62,7 @@ def test_a_bad_setting_says_what_is_valid(switch: str, options: object, words: s
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("option", [f.name for f in fields(Options) if f.name != "given"])
+@pytest.mark.parametrize("option", [f.name for f in fields(Options)])
 def test_each_option_of_the_package_is_taken_or_refused_with_a_reason(option: str) -> None:
     if option in ("strict", "compiler", "unsafe", "attention"):
         return
