@@ -69,7 +69,12 @@ def fit(runner: BodyRunner, fitting: Fitting, args: Sequence[Any], cache: PagedK
         timings = _measure(runner, limits, groups, args, cache)
         if timings:
             measured = choose_ladder(
-                timings, fitting.lengths, max_padding=limits.max_padding, forecast=expected, budget=fitting.budget
+                timings,
+                fitting.lengths,
+                max_padding=limits.max_padding,
+                forecast=expected,
+                budget=fitting.budget,
+                untimed=tuple(set(limits.ladder) - {t.tokens for t in timings}),
             )
             kept = measured.buckets
     fitted = replace(runner.limits, ladder=kept)
@@ -101,16 +106,24 @@ def _cut(
     measured: MeasuredLadder | None,
 ) -> str:
     """What the budget left out, in words; empty = nothing."""
-    untimed = set(ladder) - set(fits)
-    missing = untimed | (set(measured.wanted) - set(kept) if measured else set())
-    if fitting.budget is None or not missing:
+    if fitting.budget is None:
         return ""
-    wanted = sorted(missing | set(kept))
-    return (
-        f"memory_budget is {fitting.budget / MIB:.1f} MiB, {len(wanted)} buckets were forecast to take "
-        f"{expected.bytes(len(wanted), wanted[-1]) / MIB:.1f}: left out {', '.join(map(str, sorted(missing)))}; "
-        + (f"{len(kept)} are left, {expected.bytes(len(kept), kept[-1]) / MIB:.1f} MiB" if kept else "none is left")
-    )
+    untimed = [b for b in ladder if b not in fits] if fitting.measured else []
+    wanted = measured.wanted if measured else fits if fitting.measured else ladder
+    missing = [b for b in wanted if b not in kept]
+    said = []
+    if untimed:
+        alone = expected.bytes(1, untimed[0]) / MIB
+        said.append(
+            f"{', '.join(map(str, untimed))} were not timed, as a graph of {untimed[0]} alone takes {alone:.1f}"
+        )
+    if missing:
+        takes = expected.bytes(len(wanted), wanted[-1]) / MIB
+        said.append(f"{len(wanted)} buckets were forecast to take {takes:.1f}: left out {', '.join(map(str, missing))}")
+    if not said:
+        return ""
+    left = f"{len(kept)} are left, {expected.bytes(len(kept), kept[-1]) / MIB:.1f} MiB" if kept else "none is left"
+    return f"memory_budget is {fitting.budget / MIB:.1f} MiB, {'; '.join([*said, left])}"
 
 
 def _forecast(runner: BodyRunner, limits: Limits, args: Sequence[Any], cache: PagedKVCache | None) -> Forecast:

@@ -36,7 +36,9 @@ class Timing:
 
 def candidate_sizes(max_tokens: int, lengths: Sequence[tuple[int, float]] = ()) -> tuple[int, ...]:
     """Sizes that are worth timing: those of the default ladder, some between, and the most frequent lengths."""
-    popular = sorted(lengths, key=lambda pair: (-pair[1], pair[0]))[:_POPULAR]
+    popular = sorted((pair for pair in lengths if pair[0] <= max_tokens), key=lambda pair: (-pair[1], pair[0]))[
+        :_POPULAR
+    ]
     sizes = {n for n in default_ladder(max_tokens) if n <= _FINE_UP_TO or n % _COARSE == 0 or n == max_tokens}
     sizes |= {n for n in _BETWEEN if n < max_tokens}
     sizes |= {min(max_tokens, -(-n // 8) * 8) for n, _ in popular}
@@ -51,9 +53,13 @@ class Costs:
     Args:
         timings: of the candidates; the largest is the largest count that is looked at.
         lengths: (token count, weight) of the calls to expect; empty = every size of call alike on a log scale, which
-            gives a count n the weight 1 / n.  Counts above the largest candidate are left out, as no ladder serves
-            them.
+            gives a count n the weight 1 / n, as it is where all are above the largest candidate.
         max_padding: a bucket above 64 tokens serves no fewer tokens than a ``max_padding``-th of it.
+
+    Attributes:
+        beyond: of ``lengths`` those above the largest candidate, with their share of all: no ladder serves them, so
+            they have no weight.
+        by_lengths: whether the weights are those of the others; else they are 1 / n.
 
     Raises:
         ValueError: there is no timing, or two of one size, or one that is not above 0.
@@ -78,25 +84,31 @@ class Costs:
             at += [low + 1, t.tokens] if t.tokens > low + 1 else [t.tokens]
             seconds += [t.compiled_low, t.compiled] if t.tokens > low + 1 else [t.compiled]
         self.compiled = np.interp(counts, at, seconds)
-        self.weights = 1.0 / counts
-        known = [(n, w) for n, w in lengths if 1 <= n <= self.most and w > 0]
-        if known:
-            self.weights = np.zeros(self.most)
-            for n, w in known:
-                self.weights[n - 1] += w
+        # Over the largest, so that they can be added up whatever they are.
+        largest = max((w for _, w in lengths if w > 0), default=1.0)
+        calls = [(n, w / largest) for n, w in sorted(lengths) if n >= 1 and w > 0]
+        known = [(n, w) for n, w in calls if n <= self.most]
+        total = sum(w for _, w in calls)
+        self.beyond = tuple((n, w / total) for n, w in calls if n > self.most)
+        self.by_lengths = bool(known)
+        self.weights = np.zeros(self.most) if known else 1.0 / counts
+        for n, w in known:
+            self.weights[n - 1] += w
         self.weights /= self.weights.sum()
-        self.least = [self._least(b, s, max_padding) for b, s in zip(self.sizes, self.replay, strict=True)]
+        self.max_padding = max_padding
+        self.least = [self._least(b, s) for b, s in zip(self.sizes, self.replay, strict=True)]
         self.best = self.compiled.copy()
         for bucket, least, replay in zip(self.sizes, self.least, self.replay, strict=True):
             served = self.best[least - 1 : bucket]
             np.minimum(served, replay, out=served)
 
-    def _least(self, bucket: int, replay: float, max_padding: float) -> int:
-        """Fewest tokens from which on the bucket's graph is no slower than the compiled route; above it = none."""
+    def _least(self, bucket: int, replay: float) -> int:
+        """Fewest tokens from which on the bucket's graph is no slower than the compiled route, and may be padded to;
+        above it = none."""
         slower = np.flatnonzero(self.compiled[:bucket] < replay)
         least = int(slower[-1]) + 2 if len(slower) else 1
-        if bucket > self.FREE_PADDING and math.isfinite(max_padding):
-            least = max(least, math.ceil(bucket / max_padding))
+        if bucket > self.FREE_PADDING and math.isfinite(self.max_padding):
+            least = max(least, math.ceil(bucket / self.max_padding))
         return least
 
     def share(self, seconds: np.ndarray) -> np.ndarray:
@@ -114,14 +126,15 @@ class Costs:
         """Mean time of a call over the least that any candidate gives it; 1.0 = no call could be faster.
 
         Args:
-            ladder: buckets, which need not be candidates: what lies between those is taken to be linear.
+            ladder: buckets, which need not be candidates: what lies between those is taken to be linear, and may be
+                faster than any.
             measured: whether calls that are faster by the compiled route take it.
         """
         seconds = self.compiled.copy()
         low = 0
         for bucket in sorted(b for b in ladder if b <= self.most):
             replay = float(np.interp(bucket, self.sizes, self.replay))
-            first = max(low, self._least(bucket, replay, math.inf) - 1) if measured else low
+            first = max(low, self._least(bucket, replay if measured else 0.0) - 1)
             seconds[first:bucket] = replay
             low = bucket
         return float(self.share(seconds).sum())

@@ -62,6 +62,11 @@ class MeasuredLadder:
         forecast: bytes of device memory that the graphs were forecast to take.
         wanted: buckets that would have been chosen without a budget.
         timings: what was measured.
+        untimed: candidates that were not: one graph of them alone is over the budget, or cannot be captured.
+        beyond: of the lengths to expect those above the largest timing, with their share of all calls.  No bucket
+            serves them, and they are in neither cost.
+        by_lengths: whether the costs are those of the other lengths; else every size of call counts alike on a log
+            scale.
     """
 
     buckets: tuple[int, ...]
@@ -73,6 +78,9 @@ class MeasuredLadder:
     forecast: int
     wanted: tuple[int, ...]
     timings: tuple[Timing, ...]
+    untimed: tuple[int, ...] = ()
+    beyond: tuple[tuple[int, float], ...] = ()
+    by_lengths: bool = False
 
     @property
     def cut(self) -> bool:
@@ -103,11 +111,13 @@ class MeasuredLadder:
 
     def summary(self) -> str:
         """The choice in words, against the default ladder."""
-        ours, default = (f"+{max(0.0, cost - 1):.1%}" for cost in (self.cost, self.default_cost))
+        # Plus 0.0, as a cost that is rounded to no difference from below would be -0.0.
+        ours, default = (f"{round(cost - 1, 3) + 0.0:+.1%}" for cost in (self.cost, self.default_cost))
         lines = [
             f"measured ladder: {len(self.buckets)} buckets {list(self.buckets)}, forecast {self.forecast >> 20} MiB",
             f"expected time over the best of all {len(self.timings)} sizes: {ours}; by the default ladder of "
             f"{len(self.default_buckets)}: {default}",
+            *self._left_out(),
         ]
         if self.cut:
             lines.append(f"memory_budget cut it: without one it would be {list(self.wanted)}")
@@ -116,6 +126,32 @@ class MeasuredLadder:
         elif self.crossover < self.timings[-1].tokens:
             lines.append(f"above {self.crossover} tokens the compiled route is taken")
         return "\n".join(lines)
+
+    def _left_out(self) -> list[str]:
+        """What the costs do not count, in words."""
+        lines = []
+        timed = self.timings[-1].tokens
+        most = max((timed, *self.untimed))
+        for calls, why in (
+            ([c for c in self.beyond if c[0] <= most], f"{timed} tokens, the largest size that was timed"),
+            (
+                [c for c in self.beyond if c[0] > most],
+                f"{most} tokens, the largest bucket that max_tokens and request_slots allow",
+            ),
+        ):
+            if calls:
+                low, high = calls[0][0], calls[-1][0]
+                which = f"{low}" if low == high else f"{low} to {high}"
+                share = sum(share for _, share in calls)
+                lines.append(f"lengths of {which} tokens, {share:.1%} of the calls, are above {why}")
+        if lines:
+            lines.append("no bucket serves these: they take the compiled route, and that time leaves them out")
+        if self.beyond and not self.by_lengths:
+            lines.append("there are no others, so that time is of every size of call, short ones as often as long ones")
+        if self.untimed:
+            sizes = ", ".join(map(str, self.untimed))
+            lines.append(f"not timed, as each alone is over memory_budget or cannot be captured: {sizes}")
+        return lines
 
 
 # A bucket that gains less than this in the mean is not worth its memory and its capture.
@@ -130,6 +166,7 @@ def choose_ladder(
     forecast: Forecast | None = None,
     budget: int | None = None,
     tolerance: float = TOLERANCE,
+    untimed: Sequence[int] = (),
 ) -> MeasuredLadder:
     """The fewest buckets whose expected time is within ``tolerance`` of the least that fits the budget.
 
@@ -140,6 +177,7 @@ def choose_ladder(
         forecast: what graphs will take.
         budget: bytes that they may take; None = no limit.
         tolerance: as a share of the expected time.
+        untimed: candidates that there are no timings of, to be named.
 
     Raises:
         ValueError: the timings are not ones.
@@ -161,6 +199,9 @@ def choose_ladder(
         forecast=forecast.bytes(len(chosen), chosen[-1]) if chosen else 0,
         wanted=wanted,
         timings=tuple(sorted(timings, key=lambda t: t.tokens)),
+        untimed=tuple(sorted(untimed)),
+        beyond=costs.beyond,
+        by_lengths=costs.by_lengths,
     )
 
 

@@ -116,6 +116,28 @@ def test_at_the_budget_the_largest_buckets_are_left_out_and_the_report_and_the_l
     assert fgc.report(body).fallbacks[Reason.MEMORY] == 1
 
 
+def test_what_a_budget_leaves_untimed_is_said_with_the_share_of_the_calls_that_have_no_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fitting, "seconds", lambda call, device: 2.0 if call.func.__name__ == "exact" else 1.0)
+    options = {"buckets": "measured", "max_tokens": 256, "lengths": {8: 1, 250: 97, 999: 2}}
+    free = compiled("compile", small(), **options)
+    run(free, 5)
+    ladder = fgc.report(free).ladder
+    assert ladder is not None and ladder.buckets == (8, 256) and not fgc.report(free).cut
+    assert ladder.beyond == ((999, 0.02),)
+    torch._dynamo.reset()
+    body = compiled("compile", small(), **options, memory_budget=fgc.report(free).forecast_bytes // 2)
+    run(body, 5)
+    report = fgc.report(body)
+    assert report.ladder is not None and report.ladder.buckets == (8,) and report.ladder.untimed[-1] == 256
+    told = " ".join(str(report).split())
+    assert "lengths of 250 tokens, 97.0% of the calls" in told and "lengths of 999 tokens, 2.0% of the calls" in told
+    first = report.ladder.untimed[0]
+    assert f"256 were not timed, as a graph of {first} alone takes" in report.cut and "1 are left" in report.cut
+    assert "forecast to take" not in report.cut
+
+
 def test_a_budget_for_nothing_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     module = small()
     eager = copy.deepcopy(module)

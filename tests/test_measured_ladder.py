@@ -66,6 +66,8 @@ def test_popular_lengths_are_candidates() -> None:
     assert 2048 in candidate_sizes(2048, [(5000, 3.0)]) and max(candidate_sizes(2048, [(5000, 3.0)])) == 2048
     assert set(default_ladder(2048)) <= set(candidate_sizes(2048))
     assert len(candidate_sizes(8192)) < 50
+    longer = [(5000 + i, 9.0) for i in range(20)]
+    assert 704 in candidate_sizes(2048, [*longer, (700, 3.0)])
 
 
 def test_at_the_budget_the_ladder_is_cut_and_says_so() -> None:
@@ -140,6 +142,85 @@ def test_no_ladder_that_fits_is_better_than_the_chosen_by_more_than_the_toleranc
     assert cost(chosen.buckets) <= least * 1.01 + 1e-9
     fewer = [c for c in every if len(c) < len(chosen.buckets)]
     assert all(cost(c) > least * 1.01 - 1e-9 for c in fewer)
+
+
+def expected_cost(timed, lengths, max_padding: float, buckets: tuple[int, ...]) -> float:
+    """Mean time over the best, call by call, from nothing but what the docs say."""
+    timed = sorted(timed, key=lambda t: t.tokens)
+
+    def compiled(n: int) -> float:
+        below, t = next((b, t) for b, t in zip([0, *(t.tokens for t in timed)], timed, strict=False) if n <= t.tokens)
+        steps = t.tokens - below - 1
+        return t.compiled if not steps else t.compiled_low + (t.compiled - t.compiled_low) * (n - below - 1) / steps
+
+    def serves(t: Timing, n: int) -> bool:
+        padded = t.tokens > 64 and t.tokens > max_padding * n
+        return n <= t.tokens and not padded and all(compiled(m) >= t.replay for m in range(n, t.tokens + 1))
+
+    def took(n: int) -> float:
+        held = [t for t in timed if t.tokens in buckets and t.tokens >= n]
+        return held[0].replay if held and serves(held[0], n) else compiled(n)
+
+    most = timed[-1].tokens
+    calls = [(n, w) for n, w in lengths if n <= most] or [(n, 1 / n) for n in range(1, most + 1)]
+    best = {n: min([compiled(n), *(t.replay for t in timed if serves(t, n))]) for n, _ in calls}
+    return sum(w * took(n) / best[n] for n, w in calls) / sum(w for _, w in calls)
+
+
+# No line between two of these meets a replay at a whole count, where rounding would tell which is faster.
+apart = seconds.map(lambda s: s + 0.0317)
+wide = st.lists(st.integers(1, 200), min_size=1, max_size=5, unique=True).flatmap(
+    lambda sizes: st.tuples(*[st.builds(Timing, st.just(n), seconds, apart, apart) for n in sizes])
+)
+long = st.dictionaries(st.integers(1, 250), st.integers(1, 9), max_size=4).map(lambda d: sorted(d.items()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(wide, long, forecasts, budgets, st.sampled_from([1.0, 1.5, 2.0, math.inf]))
+def test_the_cost_is_the_mean_over_the_calls_that_a_timed_size_holds(
+    timed, lengths, forecast, budget, max_padding
+) -> None:
+    chosen = choose_ladder(timed, lengths, max_padding=max_padding, forecast=forecast, budget=budget)
+    assert chosen.cost == pytest.approx(expected_cost(timed, lengths, max_padding, chosen.buckets), rel=1e-9)
+    assert chosen.cost >= 1 - 1e-9
+    most, calls = max(t.tokens for t in timed), sum(w for _, w in lengths)
+    assert dict(chosen.beyond) == pytest.approx({n: w / calls for n, w in lengths if n > most})
+
+
+def test_no_padding_is_counted_as_a_gain_that_max_padding_forbids() -> None:
+    flat = [Timing(n, 4.9e-3, 12e-3, 12e-3) for n in (8, 64, 512)]
+    chosen = choose_ladder(flat, max_padding=2.0)
+    assert chosen.least == (1, 256) and chosen.cost == pytest.approx(1.0)
+    assert Costs(flat, [(100, 1.0)], 2.0).of((512,), measured=False) == pytest.approx(1.0)
+    assert Costs(flat, [(300, 1.0)], 2.0).of((), measured=False) == pytest.approx(12 / 4.9)
+
+
+def test_a_default_ladder_that_is_better_than_all_candidates_is_said_to_be() -> None:
+    # Of the default ladder 12 is no candidate; it is taken to lie between those that were timed.
+    steep = [Timing(8, 1.0, 9.0, 9.0), Timing(24, 3.0, 9.0, 9.0)]
+    assert choose_ladder(steep, [(12, 1.0)]).default_cost == pytest.approx(2 / 3)
+    assert "by the default ladder of 3: -33.3%" in choose_ladder(steep, [(12, 1.0)]).summary()
+
+
+def test_calls_that_no_bucket_serves_are_named_with_their_share() -> None:
+    one = [Timing(8, 1.0, 2.0, 2.0)]
+    told = choose_ladder(one, [(3, 2.0), (20, 1.0), (5000, 0.5), (6000, 0.5)], untimed=[24, 16]).summary()
+    assert "lengths of 20 tokens, 25.0% of the calls, are above 8 tokens, the largest size that was timed" in told
+    assert "lengths of 5000 to 6000 tokens, 25.0% of the calls, are above 24 tokens, the largest bucket" in told
+    assert "not timed, as each alone is over memory_budget or cannot be captured: 16, 24" in told
+    assert "they take the compiled route, and that time leaves them out" in told and "no others" not in told
+    none = choose_ladder(one, [(5000, 1.0)])
+    assert "100.0% of the calls" in none.summary() and "that time is of every size of call" in none.summary()
+    assert none.buckets == choose_ladder(one).buckets and not none.by_lengths
+    assert "calls" not in choose_ladder(one, [(3, 2.0)]).summary()
+
+
+def test_weights_of_any_magnitude_are_shares() -> None:
+    linear = timings(float, lambda n: 1e6)
+    want = choose_ladder(linear, [(30, 1.0), (250, 1.0), (9000, 2.0)])
+    assert want.cost == 1.0 and want.beyond == ((9000, 0.5),)
+    for least in (1e-300, 5e307):
+        assert choose_ladder(linear, [(30, least), (250, least), (9000, 2 * least)]) == want
 
 
 @settings(max_examples=50, deadline=None)
