@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from fullgraph_compile.compiled_body import CompiledBody, compiled_body
 from fullgraph_compile.dispatch import Decision, Reason, Route
 from fullgraph_compile.integrations.plain import NotServed, packed_dim
 from fullgraph_compile.integrations.transformers import is_transformers
+from fullgraph_compile.ladder import capture_lengths
 from fullgraph_compile.options import disabled
+from fullgraph_compile.pipeline import expected_decision
 from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.registry import compiled_for, unwrap
-from fullgraph_compile.report import Report, merge
+from fullgraph_compile.report import Report, merge, own_calls
 from fullgraph_compile.static_graph import StaticGraph
 
 
@@ -94,10 +98,11 @@ def warmup(body: Any, *args: Any, **kwargs: Any) -> Report:
 
     Args:
         body: what ``torch.compile`` or ``fgc.compile`` returned.
-        args, kwargs: an example call; a transformers model needs none.
+        args, kwargs: an example call, of a size that a bucket serves; a transformers model needs none.
 
     Returns:
-        The report, with every bucket captured or turned off with a reason.
+        The report, with every bucket captured or turned off with a reason.  Where no bucket serves the example nothing
+        is captured, and the report says why, under ``strict`` too.
 
     Raises:
         TypeError: an example call is needed and none was given.
@@ -117,7 +122,7 @@ def _warmed_up(body: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs
     call = body if callable(body) else module
     compiled = _compiled_body(body)
     mode = torch.inference_mode() if torch.is_grad_enabled() else nullcontext()
-    with mode, no_active_batch():
+    with mode, no_active_batch(), own_calls():
         if args or kwargs:
             _uncounted(body, call, args, kwargs)
             return report(body)
@@ -129,27 +134,61 @@ def _warmed_up(body: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs
                 "as in warmup(body, input_ids=ids, position_ids=positions)"
             )
         device = next(module.parameters()).device
-        # Outside of fgc.compile the first graph is for one size; the second size makes it symbolic.
         names = inspect.signature(traced.forward).parameters
-        for tokens in (5,) if compiled else (5, 7):
-            ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
-            example: dict[str, Any] = {"input_ids": ids}
+
+        def run(lengths: list[int]) -> None:
+            batch = PrefillBatch(lengths, device=device)
+            example: dict[str, Any] = {"input_ids": torch.zeros(1, batch.tokens, dtype=torch.long, device=device)}
             if "position_ids" in names and compiled is None:
-                example["position_ids"] = torch.arange(tokens, device=device)[None]
+                example["position_ids"] = batch.position_ids[None]
             if "use_cache" in names:
                 example["use_cache"] = False
-            _uncounted(body, traced if compiled else call, (), example)
+            with batch if batch.requests > 1 else nullcontext():
+                _uncounted(body, traced if compiled else call, (), example)
+
+        if compiled is not None:
+            options = compiled.options
+            context = options.context_length or options.max_tokens
+            run(_example(options.ladder, context, options.slots, device, partial(expected_decision, options)))
+            return report(body)
+        details = {id(c.report): dict(c.report.details) for c in compiled_for(module)}
+        # Outside of fgc.compile the first graph is for one size; the second size makes it symbolic.
+        run([5])
+        run([7])
+        for graph in compiled_for(module):
+            if isinstance(graph, CapturedGraph) and not graph.report.ready:
+                # No bucket served these two, which says nothing of the user's calls.
+                graph.report.details = details.get(id(graph.report), {})
+                limits = graph.runner.limits
+                run(_example(limits.ladder, limits.context_length, limits.slots, device, graph.runner.decide))
     return report(body)
+
+
+def _example(
+    ladder: Sequence[int], context: int, slots: int, device: torch.device, decide: Callable[[PrefillBatch], Decision]
+) -> list[int]:
+    """New tokens of the requests of a call that replays a graph; five of one request where there is none."""
+    # In a trace 0 and 1 are special, and so are sizes that another dim of the model has, as powers of two often are.
+    found = [[5], [3], [2]]
+    for bucket in ladder:
+        tokens = max(1, bucket - 1)
+        found += [[min(tokens, context)], capture_lengths(tokens, context, slots) or []]
+    for lengths in filter(None, found):
+        if decide(PrefillBatch(lengths, device=device)).route is Route.GRAPH:
+            return lengths
+    return found[0]
 
 
 def _uncounted(body: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make a call of our own, and leave the counts of the user's calls as they were."""
     counts = {id(c.report): (c.report, c.report.copy()) for c in compiled_for(unwrap(body))}
-    call(*args, **kwargs)
-    for compiled in compiled_for(unwrap(body)):
-        now = compiled.report
-        _, then = counts.get(id(now), (now, Report()))
-        now.take_counts(then)
+    try:
+        call(*args, **kwargs)
+    finally:
+        for compiled in compiled_for(unwrap(body)):
+            now = compiled.report
+            _, then = counts.get(id(now), (now, Report()))
+            now.take_counts(then)
 
 
 def release(body: Any) -> None:

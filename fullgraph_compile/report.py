@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +22,25 @@ log = logging.getLogger("fullgraph_compile")
 
 # What is counted of the user's calls.
 _COUNTS = ("replays", "padding", "dropped", "fallbacks", "device_reads")
+
+
+class _Own(threading.local):
+    """Whether this thread's calls are our own."""
+
+    calls = False
+
+
+_own = _Own()
+
+
+@contextmanager
+def own_calls() -> Iterator[None]:
+    """Within it this thread's calls are not the user's, so ``strict`` does not hold for them."""
+    before, _own.calls = _own.calls, True
+    try:
+        yield
+    finally:
+        _own.calls = before
 
 
 @dataclass
@@ -100,14 +121,14 @@ class Report:
         """Count a call that replays no graph, and log it the first time that its reason occurs.
 
         Raises:
-            FallbackError: under ``strict``.
+            FallbackError: under ``strict``, unless the call is one of our own.
         """
         self.fallbacks[reason] += 1
         text = f"{self.name}: no graph replayed: {_words(reason, detail)}"
         if reason not in self.details:
             self.details[reason] = detail
             log.warning("%s; said once, counted in fgc.report()", text)
-        if strict:
+        if strict and not _own.calls:
             raise FallbackError(text)
 
     def take_counts(self, then: Report) -> None:

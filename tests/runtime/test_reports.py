@@ -46,6 +46,67 @@ def test_warmup_captures_and_counts_nothing(way: str) -> None:
     assert not fgc.report(body).fallbacks
 
 
+SMALL_BUCKETS = {
+    "four tokens": ({"max_tokens": 4}, (4,), (2, 3, 4)),
+    "short requests": ({"max_tokens": 16, "context_length": 4, "request_slots": 16}, (8, 16), (2, 4)),
+    "padding": ({"max_tokens": 128, "buckets": [128]}, (128,), (64, 128)),
+    "padding and short requests": ({"max_tokens": 128, "buckets": [128], "context_length": 40}, (128,), ()),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("case", SMALL_BUCKETS)
+def test_warmup_captures_whatever_sizes_the_buckets_serve_and_strict_is_for_the_users_calls(
+    case: str, way: str
+) -> None:
+    options, buckets, sizes = SMALL_BUCKETS[case]
+    module = llama()
+    eager = copy.deepcopy(module)
+    body = compiled(way, module, **{"buckets": None, **options}, strict=True)
+    report = fgc.warmup(body)
+    assert report.ready and report.buckets == buckets
+    assert not report.replays and not report.fallbacks
+    assert not {Reason.OVER_LADDER, Reason.OVER_CONTEXT, Reason.PADDING} & report.details.keys()
+    check_replayed(body, eager, *sizes)
+    with pytest.raises(fgc.FallbackError):
+        run(body, 150)
+
+
+def test_warmup_of_a_bucket_of_one_token_traces_a_call_that_is_right_at_every_size() -> None:
+    module = llama()
+    eager = copy.deepcopy(module)
+    body = compiled("compile", module, buckets=[1])
+    assert fgc.warmup(body).buckets == (1,)
+    check_replayed(body, eager, 1)
+    check(body, eager, 7)
+    assert fgc.report(body).compiles == 1
+
+
+def test_a_warm_up_that_fails_is_not_counted() -> None:
+    body = ready("compile", small())
+    before = str(fgc.report(body))
+    body.train()  # what runs eagerly is counted before it fails
+    with pytest.raises(IndexError):
+        fgc.warmup(body, input_ids=torch.full((1, 5), 10**6), position_ids=torch.arange(5)[None])
+    assert str(fgc.report(body)) == before
+
+
+def test_warmup_of_a_measured_ladder_of_few_tokens_measures_it() -> None:
+    body = compiled("compile", llama(), buckets="measured", max_tokens=4, strict=True)
+    report = fgc.warmup(body)
+    assert report.ready and report.ladder is not None and [t.tokens for t in report.ladder.timings] == [4]
+    assert not report.fallbacks
+
+
+def test_an_example_that_no_bucket_serves_captures_nothing_and_the_report_says_why() -> None:
+    body = compiled("compile", small(), strict=True)
+    report = fgc.warmup(body, input_ids=tokens(17)[None], position_ids=torch.arange(17)[None])
+    assert not report.ready and not report.fallbacks
+    assert "why: more tokens than the largest bucket (17 tokens, largest bucket 16)" in str(report)
+    with pytest.raises(fgc.FallbackError):
+        run(body, 17)
+
+
 @both_ways
 def test_release_frees_and_the_next_call_captures_again_without_compiling(way: str) -> None:
     module = small()
