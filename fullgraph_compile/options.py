@@ -49,7 +49,7 @@ class Options:
             are exempt, as their cost is flat.
         unsafe: what becomes of a body whose padding is not proven safe: "compiled" runs it at exact sizes,
             "error" raises.
-        strict: raise ``FallbackError`` wherever a call would not replay a graph.
+        strict: raise ``FallbackError`` wherever a call would not replay a graph; that of ``fgc.warmup`` is none.
         clone_outputs: True gives outputs that the caller owns; False gives views of one buffer that the next call
             overwrites.
         fuse_projections: let linears that read the same input (query, key and value; gate and up) run as one. Only
