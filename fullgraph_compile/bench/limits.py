@@ -16,7 +16,7 @@ class Limit:
     Attributes:
         bandwidth: bytes a second that are read from memory.
         rate: floating point operations a second of a large matrix product in the dtype of the weights.
-        weight_bytes: weights of all linears.
+        weight_bytes: of the weights that every call reads, as ``models.projections`` counts them.
         weights: numbers in them.
     """
 
@@ -35,7 +35,7 @@ def measure_limit(weights: int, dtype: torch.dtype, device: torch.device) -> Lim
     """Measure memory bandwidth and matrix rate of a device.
 
     Args:
-        weights: numbers in the weights of all linears.
+        weights: numbers in the weights that every call reads.
         dtype: of the weights.
     """
     return Limit(_bandwidth(device), _rate(dtype, device), weights * dtype.itemsize, weights)

@@ -96,5 +96,19 @@ def vocabulary(body: nn.Module) -> int:
 
 
 def projections(body: nn.Module) -> int:
-    """Numbers in the weights of all linears: what every call must read once, and multiply each token with."""
-    return sum(m.weight.numel() for m in body.modules() if isinstance(m, nn.Linear))
+    """Numbers in the weights that a call must read at the least, and multiply each token with.
+
+    These are the matrices named ``weight`` other than embeddings (linears, GPT-2's ``Conv1D``, routers), and the 3-D
+    parameters of any name.  Of experts stacked in one parameter ``[num_experts, ...]`` only those of one token are
+    counted, ``num_experts_per_tok`` of the config or else one: more are read where tokens choose others, but no token
+    is multiplied with more.
+    """
+    active = getattr(body.config.get_text_config(), "num_experts_per_tok", None)  # type: ignore[union-attr,operator]
+    found = 0
+    for module in body.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.ndim == 3 and getattr(module, "num_experts", None) == len(weight):
+                found += weight[0].numel() * min(len(weight), active if isinstance(active, int) else 1)
+            elif weight.ndim == 3 or (name == "weight" and weight.ndim == 2 and not isinstance(module, nn.Embedding)):
+                found += weight.numel()
+    return found

@@ -45,6 +45,7 @@ class Result:
     """What was measured; times are ms of a whole call, in the median.
 
     Attributes:
+        limit: None where no weights are known that every call reads, or it was not measured.
         times: route -> token count -> ms.
         host: token count -> ms until a call of full_prefill returns, with the device idle.
         buckets: token count -> the bucket that full_prefill replays; None = the compiled route.
@@ -57,7 +58,7 @@ class Result:
     machine: str
     model: str
     dtype: str
-    limit: Limit
+    limit: Limit | None = None
     times: dict[str, dict[int, float]] = field(default_factory=dict)
     host: dict[int, float] = field(default_factory=dict)
     buckets: dict[int, int | None] = field(default_factory=dict)
@@ -66,6 +67,10 @@ class Result:
     random: dict[str, Beyond] = field(default_factory=dict)
     not_measured: list[str] = field(default_factory=list)
     report: str = ""
+
+    def limit_ms(self, tokens: int) -> float | None:
+        """Ms that no forward of so many tokens can be faster than; None where that is not known."""
+        return None if self.limit is None else self.limit.ms(tokens)
 
     def slower_than_compiled(self) -> tuple[int, float] | None:
         """The token count at which full_prefill is slowest against its own pieces without graphs, and that ratio."""
@@ -78,7 +83,7 @@ class Result:
         sizes = sorted({n for times in self.times.values() for n in times})
         return {
             **asdict(self),
-            "limit_ms": {n: self.limit.ms(n) for n in sizes},
+            "limit_ms": {n: self.limit_ms(n) for n in sizes},
             "random": {name: {**asdict(b), "beyond_ms": b.beyond_ms} for name, b in self.random.items()},
         }
 
@@ -93,9 +98,11 @@ def bench(body: nn.Module, name: str, device: torch.device, settings: Settings, 
         say: told what is measured now.
     """
     dtype = next(body.parameters()).dtype
-    say("memory bandwidth and matrix rate")
-    result = Result(machine(), name, str(dtype).removeprefix("torch."), measure_limit(projections(body), dtype, device))
+    result = Result(machine(), name, str(dtype).removeprefix("torch."))
     try:
+        if weights := projections(body):
+            say("memory bandwidth and matrix rate")
+            result.limit = measure_limit(weights, dtype, device)
         for route in (r for r in PLAIN if r in settings.routes):
             say(route)
             if route in NEEDS_CUDA and device.type != "cuda":

@@ -22,15 +22,16 @@ def print_result(result: Result, console: Console) -> None:
         column.justify = "right"
     for n in sizes:
         table.add_row(
-            str(n), f"{result.limit.ms(n):.2f}", *(_ms(result.times[r].get(n)) for r in routes), *_rest(result, n)
+            str(n), _ms(result.limit_ms(n)), *(_ms(result.times[r].get(n)) for r in routes), *_rest(result, n)
         )
-    limit = result.limit
     console.print(f"{result.model}, {result.dtype}, one request; {result.machine}", markup=False)
-    console.print(
-        f"limit: {limit.weight_bytes / 1e9:.2f} GB of weights at {limit.bandwidth / 1e9:.0f} GB/s, or "
-        f"{limit.rate / 1e9:.0f} Gflop/s, both measured here; times in ms of a whole call, median",
-        markup=False,
-    )
+    known = ""
+    if (limit := result.limit) is not None:
+        known = (
+            f"limit: {limit.weight_bytes / 1e9:.2f} GB of weights at {limit.bandwidth / 1e9:.0f} GB/s, or "
+            f"{limit.rate / 1e9:.0f} Gflop/s, both measured here; "
+        )
+    console.print(f"{known}times in ms of a whole call, median", markup=False)
     console.print(table)
     for route in routes:
         took = f" (start-up {result.start_up[route]:.1f} s)" if route in result.start_up else ""
@@ -56,9 +57,10 @@ def _ms(value: float | None) -> str:
 
 def _rest(result: Result, n: int) -> tuple[str, str, str, str]:
     ours = result.times.get("full_prefill", {}).get(n)
+    limit = result.limit_ms(n)
     bucket = result.buckets.get(n)
     return (
-        "" if ours is None else f"{ours / result.limit.ms(n):.2f}x",
+        "" if ours is None or limit is None else f"{ours / limit:.2f}x",
         f"{result.host[n]:.3f}" if n in result.host else "",
         ("" if n not in result.buckets else "none") if bucket is None else str(bucket),
         "" if bucket is None else f"{1 - n / bucket:.0%}",
@@ -86,7 +88,8 @@ def plot(result: Result, paths: Sequence[str]) -> None:
         ours: dict[str, Any] = {"linewidth": 2.5, "zorder": 3} if route == "full_prefill" else {"linewidth": 1.3}
         axes.plot([n for n, _ in times], [ms for _, ms in times], marker="o", markersize=4, label=route, **ours)
     sizes = sorted({n for times in result.times.values() for n in times})
-    axes.plot(sizes, [result.limit.ms(n) for n in sizes], "k--", linewidth=1, label="limit of the machine")
+    if result.limit is not None:
+        axes.plot(sizes, [result.limit.ms(n) for n in sizes], "k--", linewidth=1, label="limit of the machine")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [str(n) for n in sizes], rotation=45)

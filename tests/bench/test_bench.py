@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,20 @@ def test_the_slowest_against_the_compiled_route_is_named() -> None:
     assert result.slower_than_compiled() is None
     result.times = {"compiled": {8: 10.0, 64: 10.0}, "full_prefill": {8: 2.0, 64: 10.5, 99: 1.0}}
     assert result.slower_than_compiled() == (64, pytest.approx(1.05))
+
+
+def test_a_body_whose_weights_are_not_known_is_measured_without_a_limit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "projections", lambda body: 0)
+    files = [tmp_path / "b.json", *([tmp_path / "b.svg"] if find_spec("matplotlib") else [])]
+    code, out, err = fgc(
+        capsys, "--tokens", "8", "--repeats", "3", "--routes", "eager", "full_prefill", "--json", str(files[0]),
+        *(["--plot", str(files[1])] if len(files) > 1 else []),
+    )  # fmt: skip
+    assert code == 0 and "limit:" not in out and "times in ms of a whole call" in out, err
+    found = json.loads(files[0].read_text())
+    assert found["limit"] is None and found["limit_ms"] == {"8": None} and found["times"]["full_prefill"]["8"] > 0
 
 
 def test_random_lengths_are_the_same_each_time_and_time_ends_them() -> None:
