@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from fullgraph_compile.report import first_lines
 
 # Shapes only: nothing is downloaded, weights are random.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,8 +51,8 @@ def build(
         changes: other values of a preset's configuration.
 
     Raises:
-        ValueError: neither a preset nor a folder, a folder that is asked for another configuration, or an encoder with
-            a decoder.
+        ValueError: neither a preset nor a folder, a folder that is asked for another configuration or whose model
+            cannot be loaded, an encoder with a decoder, or a model that takes no token ids.
     """
     preset = PRESETS.get(name)
     folder = Path(name).expanduser()
@@ -74,10 +77,24 @@ def build(
 def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     import transformers
 
-    if transformers.AutoConfig.from_pretrained(folder, local_files_only=True).is_encoder_decoder:
-        raise ValueError(f"{str(folder)!r} is a model of an encoder and a decoder, which has no prefill of one body")
-    body = transformers.AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return body.to(device).eval().requires_grad_(False)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if config.is_encoder_decoder:
+            raise _NoBody("it is a model of an encoder and a decoder, which has no prefill of one body")
+        if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
+            raise _NoBody("it takes no token ids: its config has no vocab_size")
+        body = transformers.AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        if "input_ids" not in inspect.signature(body.forward).parameters:
+            raise _NoBody("it takes no token ids: its forward has no input_ids")
+        return body.to(device).eval().requires_grad_(False)
+    except Exception as error:
+        # What transformers and the readers of weights raise has no common kind.
+        why = str(error) if isinstance(error, _NoBody) else first_lines(error, 3)
+        raise ValueError(f"model folder {str(folder)!r}: {why}") from error
+
+
+class _NoBody(ValueError):
+    """A model that loads, but cannot be measured."""
 
 
 @contextmanager

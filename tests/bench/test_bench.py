@@ -186,10 +186,3 @@ def test_a_median_is_of_at_least_three_calls_over_rotating_inputs() -> None:
     inputs = [torch.tensor([i]) for i in range(3)]
     assert median_ms(lambda x: seen.append(int(x)), inputs, CPU, repeats=5, at_most_s=0.0, warm=2) >= 0
     assert seen == [0, 1, 0, 1, 2]
-
-
-def test_a_folder_of_an_encoder_and_a_decoder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    transformers.T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="an encoder and a decoder"):
-        models.build(str(tmp_path), CPU, torch.float32)

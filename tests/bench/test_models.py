@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from fullgraph_compile.bench.models import projections
+from fullgraph_compile.bench.models import build, projections
+from tests.command_line import run
+from tests.models import tiny
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8,
@@ -48,3 +53,64 @@ def test_a_matrix_of_three_dims_that_holds_no_experts_is_counted_whole() -> None
     body = on_meta("XLNet", d_model=32, n_layer=2, n_head=4, d_inner=64)
     relative = 5 * 32 * 32
     assert projections(body) == pytest.approx(2 * (relative + 2 * 32 * 64), rel=0.01)
+
+
+def weights_cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def weights_in_lfs(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 4\n")
+
+
+def change(**values: Any) -> Callable[[Path], None]:
+    def of(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return of
+
+
+def config_of(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_text(text) and None
+
+
+def vision(folder: Path) -> None:
+    transformers.ViTConfig(hidden_size=8, num_hidden_layers=1).save_pretrained(folder)
+
+
+def audio(folder: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.Wav2Vec2Config(**sizes, conv_dim=[8], conv_kernel=[3], conv_stride=[2])
+    transformers.Wav2Vec2Model(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (weights_cut, "SafetensorError"),
+        (weights_in_lfs, "SafetensorError"),
+        (change(hidden_size=64), "ignore_mismatched_sizes"),
+        (change(num_hidden_layers="two"), "num_hidden_layers"),
+        (config_of("[1, 2]"), "TypeError"),
+        (config_of("{"), "not a valid JSON"),
+        (vision, "its config has no vocab_size"),
+        (audio, "its forward has no input_ids"),
+    ],
+)
+@pytest.mark.parametrize("command", ["ladder", "bench"])
+def test_a_folder_that_cannot_be_measured_is_an_error_of_one_line(
+    command: str, damage: Callable[[Path], None], cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny("Llama").save_pretrained(tmp_path)
+    damage(tmp_path)
+    code, _, err = run(capsys, command, str(tmp_path), "--device", "cpu")
+    said = err.strip().splitlines()[-1]
+    assert code == 2 and said.startswith(f"fgc {command}: model folder '{tmp_path}': ") and cause in said, err
+
+
+def test_a_folder_of_an_encoder_and_a_decoder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    transformers.T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="an encoder and a decoder"):
+        build(str(tmp_path), torch.device("cpu"), torch.float32)
