@@ -15,13 +15,11 @@ from rich.table import Table
 
 from fullgraph_compile import attention
 from fullgraph_compile.attention.conformance import Conformance, check_attention
-from fullgraph_compile.commands import add_bench, add_ladder
+from fullgraph_compile.commands import FAILED, OK, WRONG_USE, add_bench, add_ladder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Packages that this one works with, in the order that a person looks for them.
 _BESIDE = ("triton", "transformers", "flashinfer-python", "flash-attn", "sglang")
-
-OK, FAILED, WRONG_USE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

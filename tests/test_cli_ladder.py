@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fullgraph_compile import commands, fitting
-from fullgraph_compile.bench import models
+from fullgraph_compile import fitting
+from fullgraph_compile.bench import arguments, models
+from fullgraph_compile.bench.arguments import read_lengths
 from fullgraph_compile.bench.models import build, projections, vocabulary
 from tests.command_line import run
 
@@ -56,20 +57,36 @@ def test_a_large_preset_is_not_measured_on_a_cpu(capsys: pytest.CaptureFixture[s
     assert code == 0 and f"{models.SMALL} is measured in its place" in out
 
 
+def refused(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a model was made")
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["gpt-9"], ["'gpt-9' is no preset", "qwen3-8b, qwen3-0.6b, llama-3.1-8b, smollm2-135m"]),
-        (["--max-tokens", "0"], ["--max-tokens 0"]),
+        ([""], ["MODEL", "it is empty"]),
+        (["--max-tokens", "0"], ["--max-tokens: '0' must be an integer of at least 1"]),
+        (["--layers", "0"], ["--layers: '0' must be an integer of at least 1"]),
+        (["--layers", "-1"], ["--layers: '-1' must be an integer of at least 1"]),
+        (["--layers", "one"], ["--layers: 'one' must be an integer of at least 1"]),
         (["--memory-budget", "much"], ["'300MiB'"]),
-        (["--lengths", "/nowhere"], ["/nowhere"]),
+        (["--memory-budget", ""], ["'300MiB'"]),
+        (["--lengths", "/nowhere"], ["/nowhere", "a JSON list of token counts"]),
+        (["--lengths", ""], ["--lengths: it is empty"]),
+        (["--json", ""], ["--json: it is empty"]),
+        (["--attention", "nosuch"], ["invalid choice: 'nosuch'", "auto", "reference", "triton"]),
+        (["--attention", "triton"], ["--attention triton: ", "runs on CUDA only", "float32 are auto, reference"]),
+        (["--compiler", "inductor"], ["--compiler inductor: ", "aot_eager, eager"]),
         (["--device", "cuda"], ["finds no CUDA device"]),
         (["--fast"], ["unknown argument --fast; valid are --help, --layers", "--lengths"]),
     ],
 )
 def test_bad_arguments_are_errors_that_say_what_is_valid(
-    argv: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+    argv: list[str], said: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if argv != ["gpt-9"]:
+        monkeypatch.setattr(arguments, "build", refused)
     code, _, err = run(capsys, "ladder", *argv)
     assert code == 2 and all(text in err for text in said), err
 
@@ -81,12 +98,45 @@ def test_bad_arguments_are_errors_that_say_what_is_valid(
         ('{"30": 2, "7": 0.5}', ((7, 0.5), (30, 2))),
         ("30\n7\n30\n", ((7, 1), (30, 2))),
         ("12", ((12, 1),)),
+        ("\ufeff[30]", ((30, 1),)),
+        ("\ufeff30\n", ((30, 1),)),
     ],
 )
 def test_lengths_are_read_from_json_or_lines(text: str, lengths: Any, tmp_path: Path) -> None:
     file = tmp_path / "lengths"
-    file.write_text(text)
-    assert commands.read_lengths(str(file)) == lengths
+    file.write_text(text, encoding="utf-8")
+    assert read_lengths(str(file)) == lengths
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x80\xff\x00", b"[" * 100_000, b"", b"[0]", b'["a"]', b'{"a": 1}', b"[30], [40]", b"null", b"1.5"]
+)
+def test_a_file_that_holds_no_lengths_is_named_with_what_is_valid(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read_lengths(str(file))
+    assert str(error.value).startswith(f"--lengths {file}: ")
+    assert "the file must hold a JSON list of token counts" in str(error.value)
+
+
+def test_sizes_end_where_the_positions_of_the_model_do(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "ladder", "--max-tokens", "257")
+    assert code == 2 and "--max-tokens 257: the model takes at most 256 tokens" in err
+    code, out, _ = run(capsys, "ladder", "--layers", "1")
+    assert code == 0 and "│  256 │" in out and out.splitlines()[-1] == "buckets=[16]"
+
+
+def test_a_measurement_that_fails_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(call: Any, device: torch.device) -> float:
+        raise RuntimeError("planned\nsecond line")
+
+    monkeypatch.setattr(fitting, "seconds", broken)
+    code, _, err = run(capsys, "ladder", "--max-tokens", "8", "--layers", "1")
+    assert code == 1 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("fgc ladder: nothing could be measured: RuntimeError: planned")
 
 
 def test_a_model_folder_is_built_with_its_own_weights(tmp_path: Path) -> None:

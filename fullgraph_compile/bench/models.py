@@ -112,6 +112,12 @@ def vocabulary(body: nn.Module) -> int:
     return int(body.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
 
 
+def positions(body: nn.Module) -> int | None:
+    """Tokens that the body's config has positions for; None where it names no limit."""
+    most = getattr(body.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
+    return most if isinstance(most, int) and most > 0 else None
+
+
 def projections(body: nn.Module) -> int:
     """Numbers in the weights that a call must read at the least, and multiply each token with.
 

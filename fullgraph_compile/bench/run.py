@@ -53,6 +53,7 @@ class Result:
         memory_bytes: device memory that getting ready took, by the driver's count.
         random: route -> totals of calls of random lengths.
         not_measured: what, and why.
+        failed: routes that could not be measured, or not wholly, though this machine has what they need.
     """
 
     machine: str
@@ -66,7 +67,13 @@ class Result:
     memory_bytes: int = 0
     random: dict[str, Beyond] = field(default_factory=dict)
     not_measured: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     report: str = ""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Token counts of which any route was timed, ascending."""
+        return sorted({n for times in self.times.values() for n in times})
 
     def limit_ms(self, tokens: int) -> float | None:
         """Ms that no forward of so many tokens can be faster than; None where that is not known."""
@@ -80,10 +87,9 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        sizes = sorted({n for times in self.times.values() for n in times})
         return {
             **asdict(self),
-            "limit_ms": {n: self.limit_ms(n) for n in sizes},
+            "limit_ms": {n: self.limit_ms(n) for n in self.sizes},
             "random": {name: {**asdict(b), "beyond_ms": b.beyond_ms} for name, b in self.random.items()},
         }
 
@@ -112,12 +118,15 @@ def bench(body: nn.Module, name: str, device: torch.device, settings: Settings, 
                 _plain(result, route, body, device, settings)
             except Exception as error:
                 result.not_measured.append(f"{route}: {first_lines(error, 1)}")
+                result.failed.append(route)
             forget(device)
-        if any(r not in PLAIN for r in settings.routes):
+        ours = [r for r in settings.routes if r not in PLAIN]
+        if ours:
             try:
                 _ours(result, body, device, settings, say)
             except Exception as error:
                 result.not_measured.append(f"the rest of full_prefill: {first_lines(error, 1)}")
+                result.failed += [r for r in ours if r not in NEEDS_CUDA or device.type == "cuda"]
     except KeyboardInterrupt:
         result.not_measured.append("the rest: interrupted")
     return result
@@ -163,6 +172,7 @@ def _ours(
                     times["pieces"][n] = median_ms(call, ids, device, repeats=settings.repeats)
             except Exception as error:
                 result.not_measured.append(f"pieces of {n} tokens: {first_lines(error, 1)}")
+                result.failed.append("pieces")
     if "pieces" in times and device.type != "cuda":
         result.not_measured.append("pieces: needs a GPU")
     result.report = str(fgc.report(body))

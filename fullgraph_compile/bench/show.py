@@ -16,11 +16,10 @@ from fullgraph_compile.bench.run import Result
 def print_result(result: Result, console: Console) -> None:
     """Times by token count, then start-up, memory, random lengths, and what was not measured."""
     routes = [r for r in ROUTES if result.times.get(r)]
-    sizes = sorted({n for r in routes for n in result.times[r]})
     table = Table("tokens", "limit", *routes, "over limit", "host", "bucket", "padding")
     for column in table.columns:
         column.justify = "right"
-    for n in sizes:
+    for n in result.sizes:
         table.add_row(
             str(n), _ms(result.limit_ms(n)), *(_ms(result.times[r].get(n)) for r in routes), *_rest(result, n)
         )
@@ -87,7 +86,7 @@ def plot(result: Result, paths: Sequence[str]) -> None:
         times = sorted(result.times[route].items())
         ours: dict[str, Any] = {"linewidth": 2.5, "zorder": 3} if route == "full_prefill" else {"linewidth": 1.3}
         axes.plot([n for n, _ in times], [ms for _, ms in times], marker="o", markersize=4, label=route, **ours)
-    sizes = sorted({n for times in result.times.values() for n in times})
+    sizes = result.sizes
     if result.limit is not None:
         axes.plot(sizes, [result.limit.ms(n) for n in sizes], "k--", linewidth=1, label="limit of the machine")
     axes.set_xscale("log", base=2)

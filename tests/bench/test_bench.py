@@ -71,6 +71,42 @@ def test_a_route_that_fails_is_not_measured_and_the_others_are(
     assert "full_prefill: one graph per token bucket" in out
 
 
+@pytest.mark.parametrize(
+    ("routes", "code"),
+    [
+        (["eager", "full_prefill"], 1),
+        (["compiled", "reduce-overhead"], 0),
+        (["reduce-overhead"], 1),
+        (["reduce-overhead", "pieces"], 1),
+        (["eager"], 1),
+    ],
+)
+def test_a_route_that_was_asked_for_and_failed_is_a_failure_and_so_is_nothing_at_all(
+    routes: list[str], code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str, body: Any) -> Any:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(run, "plain_route", broken)
+    got, out, _ = fgc(capsys, "--tokens", "8", "--repeats", "3", "--routes", *routes)
+    assert got == code and "not measured: " in out
+
+
+def test_a_route_of_ours_that_was_asked_for_and_failed_is_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(self: Any) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(run.Ours, "start", broken)
+    file = tmp_path / "b.json"
+    code, out, _ = fgc(
+        capsys, "--tokens", "8", "--repeats", "3", "--routes", "eager", "pieces", "full_prefill", "--json", str(file)
+    )
+    assert code == 1 and "not measured: the rest of full_prefill: RuntimeError: planned" in out
+    assert json.loads(file.read_text())["failed"] == ["full_prefill"]
+
+
 def test_a_replay_is_timed_by_itself_only_after_a_call_of_its_own_tokens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +157,16 @@ def test_an_interrupt_keeps_what_was_measured(
     ("argv", "said"),
     [
         (["--plot", "x.pdf"], ["x.pdf must end in .png or .svg"]),
-        (["--tokens", "0"], ["positive integers"]),
+        (["--tokens", "8", "0"], ["--tokens: '0' must be an integer of at least 1"]),
+        (["--tokens", "257"], ["--tokens 257: the model takes at most 256 tokens"]),
+        (["--repeats", "0"], ["--repeats: '0' must be an integer of at least 1"]),
+        (["--random", "-5"], ["--random: '-5' must be an integer of at least 0"]),
+        *((["--random-seconds", n], [f"--random-seconds: '{n}' must be a number"]) for n in ("0", "-1", "nan", "x")),
+        (["--json", ""], ["--json: it is empty"]),
+        (["--plot", ""], ["--plot: it is empty"]),
+        (["--attention", "nosuch"], ["invalid choice: 'nosuch'", "auto", "reference"]),
+        (["--attention", "varlen"], ["--attention varlen: ", "float32 are auto, reference"]),
+        (["--compiler", "inductor"], ["--compiler inductor: ", "aot_eager, eager"]),
         (["--routes", "fast"], ["invalid choice: 'fast'", "full_prefill"]),
         (["gpt-9"], ["no preset"]),
     ],
