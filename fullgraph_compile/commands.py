@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from fullgraph_compile.bench.arguments import (
     seconds,
     settle,
 )
+from fullgraph_compile.bench.files import check_files, write_files, write_json
 from fullgraph_compile.bench.names import ROUTES
 from fullgraph_compile.options import parse_bytes
 from fullgraph_compile.report import first_lines
@@ -100,6 +100,8 @@ def bench_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
             parser.error(f"--plot {path} must end in .png or .svg")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot needs matplotlib: pip install "fullgraph-compile[bench]"')
+    outputs = [("--json", args.json), *(("--plot", path) for path in args.plot or ())]
+    check_files(parser, outputs)
     device = settle(parser, args, console)
     cuda = device.type == "cuda"
     body = model_of(parser, args, device)
@@ -116,12 +118,15 @@ def bench_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     settings = Settings(sizes, routes, options, args.repeats, args.random, args.random_seconds)
     result = bench(body, args.model, device, settings, lambda text: print(f"fgc bench: {text}", file=sys.stderr))
     console.print(result.report, markup=False)
-    if args.json:
-        write_json(args.json, {**result.as_dict(), "layers": args.layers, "command": " ".join(["fgc", *sys.argv[1:]])})
-    if args.plot:
-        plot(result, args.plot)
     print_result(result, console)
-    return OK if result.sizes and not {*result.failed} & {*(args.routes or ())} else FAILED
+    content = {**result.as_dict(), "layers": args.layers, "command": " ".join(["fgc", *sys.argv[1:]])}
+    files = [("--json", args.json, partial(write_json, content=content))]
+    if result.sizes:
+        files += [("--plot", path, partial(plot, result)) for path in args.plot or ()]
+    elif args.plot:
+        console.print("No call was timed, so there is nothing to draw: --plot writes no file.", markup=False)
+    written = write_files(parser.prog, files)
+    return OK if written and result.sizes and not {*result.failed} & {*(args.routes or ())} else FAILED
 
 
 def ladder(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -134,6 +139,7 @@ def ladder(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         budget = None if args.memory_budget is None else parse_bytes("--memory-budget", args.memory_budget)
     except ValueError as error:
         parser.error(str(error))
+    check_files(parser, [("--json", args.json)])
     device = settle(parser, args, console)
     body = model_of(parser, args, device)
     given = None if args.max_tokens is None else [args.max_tokens]
@@ -158,13 +164,7 @@ def ladder(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     console.print(str(found), markup=False)
     if report.cut:
         console.print(report.cut, markup=False)
-    if args.json:
-        write_json(args.json, {"model": args.model, "device": str(device), "dtype": args.dtype, **found.as_dict()})
     console.print(f"buckets={list(found.buckets)}" if found.buckets else 'graphs="none"', markup=False)
-    return OK
-
-
-def write_json(path: str, content: Any) -> None:
-    """Write a file whose folder need not exist yet."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    content = {"model": args.model, "device": str(device), "dtype": args.dtype, **found.as_dict()}
+    written = write_files(parser.prog, [("--json", args.json, partial(write_json, content=content))])
+    return OK if written else FAILED

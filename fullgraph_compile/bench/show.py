@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +29,8 @@ def print_result(result: Result, console: Console) -> None:
             f"{limit.rate / 1e9:.0f} Gflop/s, both measured here; "
         )
     console.print(f"{known}times in ms of a whole call, median", markup=False)
-    console.print(table)
+    if result.sizes:
+        console.print(table)
     for route in routes:
         took = f" (start-up {result.start_up[route]:.1f} s)" if route in result.start_up else ""
         console.print(f"  {route}: {MEANING[route]}{took}", markup=False)
@@ -66,22 +65,21 @@ def _rest(result: Result, n: int) -> tuple[str, str, str, str]:
     )
 
 
-def plot(result: Result, paths: Sequence[str]) -> None:
+def plot(result: Result, path: str) -> None:
     """Draw times by token count, on logarithmic axes, with the limit.
 
     Args:
-        paths: files to write; the ending says the format: .png or .svg.
+        result: one in which at least one call was timed.
+        path: the file to write; the ending says the format: .png or .svg.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for route in (r for r in ROUTES if result.times.get(r)):
         times = sorted(result.times[route].items())
         ours: dict[str, Any] = {"linewidth": 2.5, "zorder": 3} if route == "full_prefill" else {"linewidth": 1.3}
@@ -100,7 +98,4 @@ def plot(result: Result, paths: Sequence[str]) -> None:
     axes.set_title(f"{result.model}, {result.dtype}\n{result.machine}", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    for path in paths:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    figure.savefig(path, dpi=150)
