@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from fullgraph_compile import attention
 from fullgraph_compile.attention.conformance import Conformance, check_attention
-from fullgraph_compile.commands import FAILED, OK, WRONG_USE, add_bench, add_ladder
+from fullgraph_compile.bench.interrupts import raise_if_interrupted, remembered
+from fullgraph_compile.bench.output import Output
+from fullgraph_compile.commands import FAILED, INTERRUPTED, OK, WRONG_USE, add_bench, add_ladder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Packages that this one works with, in the order that a person looks for them.
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None = those of the process.
 
     Returns:
-        0; 1 if a backend that was named fails the battery or is not supported.
+        0; 1 if what was asked for failed: a backend that was named, a route, a file; 130 after Ctrl-C.
 
     Raises:
         SystemExit: 0 after help and version, 2 after arguments that are not valid; the message lists those that are.
@@ -45,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         command.error(f"unknown argument {' '.join(unknown)}; valid are {_options(command)}")
     run: Callable[[argparse.ArgumentParser, argparse.Namespace], int] = args.run
-    return run(command, args)
+    with remembered():
+        try:
+            return run(command, args)
+        except KeyboardInterrupt:
+            Output(stderr=True).print(f"{command.prog}: interrupted; what was not printed or written by now is lost")
+            return INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,10 +94,18 @@ def _doctor(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error("--device cuda: torch finds no CUDA device here; valid is cpu")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = DTYPES.get(args.dtype)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    console.print(_machine(), markup=False)
+    console = Output()
+    console.print(_machine())
     names = list(dict.fromkeys(args.attention or sorted(attention._backends)))
-    found = [check_attention(name, device, dtype, show_progress=sys.stderr.isatty()) for name in names]
+    found: list[Conformance] = []
+    try:
+        for name in names:
+            found.append(check_attention(name, device, dtype, show_progress=sys.stderr.isatty()))
+            raise_if_interrupted()
+    except KeyboardInterrupt:
+        _print(console, found)
+        console.print(f"\ninterrupted; not checked: {', '.join(names[len(found) :]) or 'nothing'}")
+        return INTERRUPTED
     _print(console, found)
     return FAILED if args.attention and not all(c.ok for c in found) else OK
 
@@ -120,7 +134,7 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _print(console: Console, found: Sequence[Conformance]) -> None:
+def _print(console: Output, found: Sequence[Conformance]) -> None:
     """Probes by backends, then what is behind each cell that is not "ok"."""
     ran = [c for c in found if not c.unsupported]
     if ran:
@@ -133,7 +147,7 @@ def _print(console: Console, found: Sequence[Conformance]) -> None:
         console.print(table)
     for c in found:
         console.print()
-        console.print(_verdict(c), markup=False)
+        console.print(_verdict(c))
 
 
 def _verdict(c: Conformance) -> str:

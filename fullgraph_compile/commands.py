@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from fullgraph_compile.bench.arguments import (
     add_model,
     compile_options,
@@ -24,10 +22,11 @@ from fullgraph_compile.bench.arguments import (
 )
 from fullgraph_compile.bench.files import check_files, write_files, write_json
 from fullgraph_compile.bench.names import ROUTES
+from fullgraph_compile.bench.output import Output
 from fullgraph_compile.options import parse_bytes
 from fullgraph_compile.report import first_lines
 
-OK, FAILED, WRONG_USE = 0, 1, 2
+OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 # Token counts that are measured where none were given, on a CPU the first three of them; and the largest of a ladder.
 _SIZES = (8, 30, 64, 128, 256, 512, 1024, 2048)
@@ -94,7 +93,7 @@ def bench_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     from fullgraph_compile.bench.run import Settings, bench
     from fullgraph_compile.bench.show import plot, print_result
 
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 150)
+    console, aside = Output(width=150), Output(stderr=True)
     for path in args.plot or ():
         if Path(path).suffix not in (".png", ".svg"):
             parser.error(f"--plot {path} must end in .png or .svg")
@@ -116,16 +115,18 @@ def bench_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         options["buckets"] = "measured"
     routes = tuple(args.routes or (ROUTES if cuda else ("eager", "compiled", "full_prefill")))
     settings = Settings(sizes, routes, options, args.repeats, args.random, args.random_seconds)
-    result = bench(body, args.model, device, settings, lambda text: print(f"fgc bench: {text}", file=sys.stderr))
-    console.print(result.report, markup=False)
+    result = bench(body, args.model, device, settings, lambda text: aside.print(f"{parser.prog}: {text}"))
+    console.print(result.report)
     print_result(result, console)
     content = {**result.as_dict(), "layers": args.layers, "command": " ".join(["fgc", *sys.argv[1:]])}
     files = [("--json", args.json, partial(write_json, content=content))]
     if result.sizes:
         files += [("--plot", path, partial(plot, result)) for path in args.plot or ()]
     elif args.plot:
-        console.print("No call was timed, so there is nothing to draw: --plot writes no file.", markup=False)
-    written = write_files(parser.prog, files)
+        console.print("No call was timed, so there is nothing to draw: --plot writes no file.")
+    written = write_files(parser.prog, files, aside)
+    if result.interrupted:
+        return INTERRUPTED
     return OK if written and result.sizes and not {*result.failed} & {*(args.routes or ())} else FAILED
 
 
@@ -133,7 +134,7 @@ def ladder(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """``fgc ladder``."""
     import fullgraph_compile as fgc
 
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console, aside = Output(), Output(stderr=True)
     try:
         lengths = read_lengths(args.lengths) if args.lengths else None
         budget = None if args.memory_budget is None else parse_bytes("--memory-budget", args.memory_budget)
@@ -155,16 +156,16 @@ def ladder(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         fgc.compile(body, buckets="measured", max_tokens=max_tokens, **options)
         report = fgc.warmup(body)
     except Exception as error:
-        print(f"{parser.prog}: nothing could be measured: {first_lines(error, 3)}", file=sys.stderr)
+        aside.print(f"{parser.prog}: nothing could be measured: {first_lines(error, 3)}")
         return FAILED
     found = report.ladder
     if found is None:
-        console.print(str(report), markup=False)
+        console.print(str(report))
         return FAILED
-    console.print(str(found), markup=False)
+    console.print(str(found))
     if report.cut:
-        console.print(report.cut, markup=False)
-    console.print(f"buckets={list(found.buckets)}" if found.buckets else 'graphs="none"', markup=False)
+        console.print(report.cut)
+    console.print(f"buckets={list(found.buckets)}" if found.buckets else 'graphs="none"')
     content = {"model": args.model, "device": str(device), "dtype": args.dtype, **found.as_dict()}
-    written = write_files(parser.prog, [("--json", args.json, partial(write_json, content=content))])
+    written = write_files(parser.prog, [("--json", args.json, partial(write_json, content=content))], aside)
     return OK if written else FAILED

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from fullgraph_compile.attention import UnsupportedAttention, attention_names, create_attention
 from fullgraph_compile.bench.models import DTYPES, PRESETS, SMALL, build, positions
+from fullgraph_compile.bench.output import Output
 from fullgraph_compile.ladder import check_lengths
 from fullgraph_compile.ops import AttentionSite
 from fullgraph_compile.report import first_lines
@@ -91,7 +91,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiler", choices=("inductor", "aot_eager", "eager"), help="default: inductor; cpu: eager")
 
 
-def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, console: Console) -> torch.device:
+def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, console: Output) -> torch.device:
     """Put what was not given in the place of None, and end the command where this machine cannot do what was.
 
     Args:
@@ -119,7 +119,7 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, console: C
         parser.error(f"--attention {args.attention}: {why}; valid on {device} in {args.dtype} are {', '.join(valid)}")
     if not cuda and args.model in PRESETS and args.model != SMALL and args.layers is None:
         console.print(
-            f"{args.model} is too large to be measured on a CPU: {SMALL} is measured in its place.", markup=False
+            f"{args.model} is too large to be measured on a CPU: {SMALL} is measured in its place.",
         )
         args.model = SMALL
     return device

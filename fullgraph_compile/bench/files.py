@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from fullgraph_compile.bench.output import Output
 
 
 def check_files(parser: argparse.ArgumentParser, files: Sequence[tuple[str, str | None]]) -> None:
@@ -50,12 +51,13 @@ def _make_folder(path: str) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
 
-def write_files(prog: str, files: Sequence[tuple[str, str | None, Callable[[str], None]]]) -> bool:
-    """Write files, each whether or not another failed, which is said on stderr.
+def write_files(prog: str, files: Sequence[tuple[str, str | None, Callable[[str], None]]], aside: Output) -> bool:
+    """Write files, each whether or not another failed.
 
     Args:
         prog: the command.
         files: (option, path, what writes it there); None = the option was not given.
+        aside: told what failed.
 
     Returns:
         Whether all were written.
@@ -68,7 +70,7 @@ def write_files(prog: str, files: Sequence[tuple[str, str | None, Callable[[str]
             _make_folder(path)
             write(path)
         except Exception as error:
-            print(f"{prog}: {option} {path} was not written: {error}", file=sys.stderr)
+            aside.print(f"{prog}: {option} {path} was not written: {error}")
             written = False
     return written
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fullgraph_compile.bench.interrupts import raise_if_interrupted
 from fullgraph_compile.bench.routes import Call
 from fullgraph_compile.bench.timing import synchronize
 
@@ -61,6 +62,7 @@ def play(
     for n in lengths:
         if total >= at_most_s:
             break
+        raise_if_interrupted()
         # A copy of a slice [1, n] would keep the strides of the whole, for which torch.compile compiles anew.
         tokens: Tensor = ids[:n].clone()[None]
         synchronize(device)

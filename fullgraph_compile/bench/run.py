@@ -54,6 +54,7 @@ class Result:
         random: route -> totals of calls of random lengths.
         not_measured: what, and why.
         failed: routes that could not be measured, or not wholly, though this machine has what they need.
+        interrupted: whether Ctrl-C ended it.
     """
 
     machine: str
@@ -68,6 +69,7 @@ class Result:
     random: dict[str, Beyond] = field(default_factory=dict)
     not_measured: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    interrupted: bool = False
     report: str = ""
 
     @property
@@ -128,6 +130,7 @@ def bench(body: nn.Module, name: str, device: torch.device, settings: Settings, 
                 result.not_measured.append(f"the rest of full_prefill: {first_lines(error, 1)}")
                 result.failed += [r for r in ours if r not in NEEDS_CUDA or device.type == "cuda"]
     except KeyboardInterrupt:
+        result.interrupted = True
         result.not_measured.append("the rest: interrupted")
     return result
 

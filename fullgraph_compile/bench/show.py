@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from fullgraph_compile.bench.names import MEANING, ROUTES
+from fullgraph_compile.bench.output import Output
 from fullgraph_compile.bench.run import Result
 
 
-def print_result(result: Result, console: Console) -> None:
+def print_result(result: Result, console: Output) -> None:
     """Times by token count, then start-up, memory, random lengths, and what was not measured."""
     routes = [r for r in ROUTES if result.times.get(r)]
     table = Table("tokens", "limit", *routes, "over limit", "host", "bucket", "padding")
@@ -21,32 +21,31 @@ def print_result(result: Result, console: Console) -> None:
         table.add_row(
             str(n), _ms(result.limit_ms(n)), *(_ms(result.times[r].get(n)) for r in routes), *_rest(result, n)
         )
-    console.print(f"{result.model}, {result.dtype}, one request; {result.machine}", markup=False)
+    console.print(f"{result.model}, {result.dtype}, one request; {result.machine}")
     known = ""
     if (limit := result.limit) is not None:
         known = (
             f"limit: {limit.weight_bytes / 1e9:.2f} GB of weights at {limit.bandwidth / 1e9:.0f} GB/s, or "
             f"{limit.rate / 1e9:.0f} Gflop/s, both measured here; "
         )
-    console.print(f"{known}times in ms of a whole call, median", markup=False)
+    console.print(f"{known}times in ms of a whole call, median")
     if result.sizes:
         console.print(table)
     for route in routes:
         took = f" (start-up {result.start_up[route]:.1f} s)" if route in result.start_up else ""
-        console.print(f"  {route}: {MEANING[route]}{took}", markup=False)
+        console.print(f"  {route}: {MEANING[route]}{took}")
     if (slowest := result.slower_than_compiled()) is not None:
         tokens, ratio = slowest
-        console.print(f"  full_prefill takes at most {ratio:.2f} of compiled, at {tokens} tokens", markup=False)
+        console.print(f"  full_prefill takes at most {ratio:.2f} of compiled, at {tokens} tokens")
     if result.memory_bytes:
-        console.print(f"  graphs and all that getting ready took: {result.memory_bytes / 2**20:.0f} MiB", markup=False)
+        console.print(f"  graphs and all that getting ready took: {result.memory_bytes / 2**20:.0f} MiB")
     for route, beyond in result.random.items():
         console.print(
             f"  {beyond.calls} calls of random lengths, {route}: {beyond.total_s:.2f} s, {beyond.beyond_ms:.3f} ms a "
             f"call beyond the replays themselves ({beyond.replays_s:.2f} s)",
-            markup=False,
         )
     for line in result.not_measured:
-        console.print(f"  not measured: {line}", markup=False)
+        console.print(f"  not measured: {line}")
 
 
 def _ms(value: float | None) -> str:

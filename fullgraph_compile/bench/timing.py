@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullgraph_compile.bench.interrupts import raise_if_interrupted
+
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
@@ -42,6 +44,7 @@ def median_ms(
         call(inputs[i % len(inputs)])
     found: list[float] = []
     while len(found) < 3 or (len(found) < repeats and sum(found) < at_most_s * 1e3):
+        raise_if_interrupted()
         synchronize(device)
         start = time.perf_counter()
         call(inputs[len(found) % len(inputs)])

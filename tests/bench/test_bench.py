@@ -141,18 +141,6 @@ def test_what_was_measured_before_a_failure_is_kept(
     assert "full_prefill takes at most " in out
 
 
-def test_an_interrupt_keeps_what_was_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def interrupted(self: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run.Ours, "start", interrupted)
-    code, out, _ = fgc(capsys, "--tokens", "8", "--repeats", "3", "--json", str(tmp_path / "b.json"))
-    assert code == 0 and "not measured: the rest: interrupted" in out
-    assert set(json.loads((tmp_path / "b.json").read_text())["times"]["eager"]) == {"8"}
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
