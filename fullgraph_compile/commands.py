@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from fullgraph_compile.bench.arguments import (
 from fullgraph_compile.bench.files import check_files, write_files, write_json
 from fullgraph_compile.bench.names import ROUTES
 from fullgraph_compile.bench.output import Output
+from fullgraph_compile.bench.timing import machine
 from fullgraph_compile.options import parse_bytes
 from fullgraph_compile.report import first_lines
 
@@ -118,7 +120,7 @@ def bench_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     result = bench(body, args.model, device, settings, lambda text: aside.print(f"{parser.prog}: {text}"))
     console.print(result.report)
     print_result(result, console)
-    content = {**result.as_dict(), "layers": args.layers, "command": " ".join(["fgc", *sys.argv[1:]])}
+    content = {**result.as_dict(), "layers": args.layers, "command": _command()}
     files = [("--json", args.json, partial(write_json, content=content))]
     if result.sizes:
         files += [("--plot", path, partial(plot, result)) for path in args.plot or ()]
@@ -166,6 +168,14 @@ def ladder(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if report.cut:
         console.print(report.cut)
     console.print(f"buckets={list(found.buckets)}" if found.buckets else 'graphs="none"')
-    content = {"model": args.model, "device": str(device), "dtype": args.dtype, **found.as_dict()}
+    content = {
+        "machine": machine(), "command": _command(), "model": args.model, "layers": args.layers, "device": str(device),
+        "dtype": args.dtype, "max_tokens": max_tokens, "lengths": lengths, "memory_budget_bytes": budget,
+        "attention": args.attention, "compiler": args.compiler, "cut": report.cut, **found.as_dict(),
+    }  # fmt: skip
     written = write_files(parser.prog, [("--json", args.json, partial(write_json, content=content))], aside)
     return OK if written else FAILED
+
+
+def _command() -> str:
+    return shlex.join(["fgc", *sys.argv[1:]])

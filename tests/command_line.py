@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,3 +19,12 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         code = stop.code
     said = capsys.readouterr()
     return code, said.out, said.err
+
+
+def described_fields() -> set[str]:
+    """The fields of JSON files that docs/benchmarks.md describes."""
+    text = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text()
+    section = text[text.index("## On your machine") : text.index("### Targets")]
+    return {
+        name for line in section.splitlines() if line[:3] == "| `" for name in re.findall("`(.*?)`", line.split("|")[1])
+    }

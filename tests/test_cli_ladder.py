@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from fullgraph_compile import fitting
 from fullgraph_compile.bench import arguments, models
 from fullgraph_compile.bench.arguments import read_lengths
 from fullgraph_compile.bench.models import build, projections, vocabulary
-from tests.command_line import run
+from fullgraph_compile.measured_ladder import Forecast, MeasuredLadder
+from tests.command_line import described_fields, run
 
+MEASURED = {f.name for f in dataclasses.fields(MeasuredLadder)}
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "max_position_embeddings": 256,
@@ -44,6 +48,31 @@ def test_ladder_prints_the_choice_against_the_default_and_ends_with_the_buckets(
     found = json.loads(file.read_text())
     assert found["buckets"] == [16] and found["crossover"] == 16 and found["model"] == models.SMALL
     assert [t["tokens"] for t in found["timings"]] == [8, 16, 24, 32]
+
+
+def test_the_json_holds_what_it_takes_to_measure_it_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = [tmp_path / "lengths", tmp_path / "l.json"]
+    files[0].write_text('{"30": 2, "7": 0.5}')
+    argv = [
+        "ladder", "--max-tokens", "32", "--layers", "1", "--lengths", str(files[0]), "--memory-budget", "1KiB",
+        "--attention", "reference", "--compiler", "aot_eager", "--json", str(files[1]),
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["fgc", *argv])
+    monkeypatch.setattr(Forecast, "bytes", lambda self, count, largest: 64 * largest)
+    code, out, err = run(capsys, *argv)
+    assert code == 0, err
+    found = json.loads(files[1].read_text())
+    assert found["cut"] in out and "memory_budget" in found["cut"]
+    assert f"torch {torch.__version__}" in found["machine"] and "fullgraph-compile " in found["machine"]
+    got = {name: found[name] for name in found.keys() - {"cut", "machine"} - MEASURED}
+    assert got == {
+        "command": shlex.join(["fgc", *argv]), "model": models.SMALL, "layers": 1, "device": "cpu", "dtype": "float32",
+        "max_tokens": 32, "lengths": [[7, 0.5], [30, 2]], "memory_budget_bytes": 1024, "attention": "reference",
+        "compiler": "aot_eager",
+    }  # fmt: skip
+    assert not found.keys() - MEASURED - described_fields()
 
 
 def test_ladder_says_where_no_graph_pays(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

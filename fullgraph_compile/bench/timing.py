@@ -91,7 +91,7 @@ def machine() -> str:
     """The device and the versions, in one line."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     versions = [f"torch {torch.__version__}"]
-    for package in ("triton", "transformers"):
+    for package in ("triton", "transformers", "fullgraph-compile"):
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:

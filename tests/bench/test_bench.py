@@ -15,6 +15,7 @@ from fullgraph_compile.bench.limits import Limit, measure_limit
 from fullgraph_compile.bench.random_lengths import between, play, random_lengths
 from fullgraph_compile.bench.timing import median_ms
 from fullgraph_compile.runner import BodyRunner
+from tests.command_line import described_fields
 from tests.command_line import run as run_command
 from tests.test_cli_ladder import TINY
 
@@ -51,6 +52,7 @@ def test_on_a_cpu_it_says_what_it_cannot_measure_and_runs_the_small_preset(
     assert sizes["8"][-2:] == ["8", "0%"] and sizes["30"][-2:] == ["30", "0%"]
     assert "5 calls of random lengths, full_prefill" in out and "full_prefill takes at most " in out
     found = json.loads(files[0].read_text())
+    assert not found.keys() - described_fields()
     assert found["model"] == models.SMALL and found["dtype"] == "float32"
     assert set(found["times"]) == {"eager", "compiled", "pieces", "full_prefill"} and not found["times"]["pieces"]
     assert all(found["times"][r].keys() == {"8", "30"} for r in ("eager", "compiled", "full_prefill"))
