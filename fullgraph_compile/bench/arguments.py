@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullgraph_compile.attention import UnsupportedAttention, attention_names, create_attention
+from fullgraph_compile.attention import AUTO, UnsupportedAttention, attention_names, create_attention
 from fullgraph_compile.bench.models import DTYPES, PRESETS, SMALL, build, positions
 from fullgraph_compile.bench.output import Output
 from fullgraph_compile.ladder import check_lengths
@@ -85,7 +85,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: the GPU, if there is one)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: bfloat16; cpu: float32)")
     parser.add_argument(
-        "--attention", default="auto", metavar="NAME", choices=attention_names(),
+        "--attention", default=AUTO, metavar="NAME", choices=attention_names(),
         help=f"the attention backend: {', '.join(attention_names())} (default: auto)",
     )  # fmt: skip
     parser.add_argument("--compiler", choices=("inductor", "aot_eager", "eager"), help="default: inductor; cpu: eager")
@@ -126,7 +126,9 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, console: O
 
 
 def _cannot_attend(name: str, device: torch.device, dtype: str) -> str:
-    """Why a backend does not serve even plain causal attention; empty = it does."""
+    """Why a backend does not serve even plain causal attention; empty = it does, or another does in its place."""
+    if name == AUTO:
+        return ""
     site = AttentionSite(0, "plain attention", "", 1, 1, 64, 64, 1.0, dtype=DTYPES[dtype])
     try:
         create_attention(name, [site], device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -81,6 +81,11 @@ class Result:
         """Ms that no forward of so many tokens can be faster than; None where that is not known."""
         return None if self.limit is None else self.limit.ms(tokens)
 
+    def fail(self, routes: Iterable[str], what: str, error: Exception) -> None:
+        """Note that an error kept routes from being measured."""
+        self.not_measured.append(f"{what}: {first_lines(error, 1)}")
+        self.failed += [r for r in routes if r not in self.failed]
+
     def slower_than_compiled(self) -> tuple[int, float] | None:
         """The token count at which full_prefill is slowest against its own pieces without graphs, and that ratio."""
         ours, without = self.times.get("full_prefill", {}), self.times.get("compiled", {})
@@ -119,16 +124,15 @@ def bench(body: nn.Module, name: str, device: torch.device, settings: Settings, 
             try:
                 _plain(result, route, body, device, settings)
             except Exception as error:
-                result.not_measured.append(f"{route}: {first_lines(error, 1)}")
-                result.failed.append(route)
+                result.fail([route], route, error)
             forget(device)
         ours = [r for r in settings.routes if r not in PLAIN]
         if ours:
             try:
                 _ours(result, body, device, settings, say)
             except Exception as error:
-                result.not_measured.append(f"the rest of full_prefill: {first_lines(error, 1)}")
-                result.failed += [r for r in ours if r not in NEEDS_CUDA or device.type == "cuda"]
+                able = [r for r in ours if r not in NEEDS_CUDA or device.type == "cuda"]
+                result.fail(able, "the rest of full_prefill", error)
     except KeyboardInterrupt:
         result.interrupted = True
         result.not_measured.append("the rest: interrupted")
@@ -174,8 +178,7 @@ def _ours(
                 with ours.pieces(decision.bucket, ids[0]) as call:
                     times["pieces"][n] = median_ms(call, ids, device, repeats=settings.repeats)
             except Exception as error:
-                result.not_measured.append(f"pieces of {n} tokens: {first_lines(error, 1)}")
-                result.failed.append("pieces")
+                result.fail(["pieces"], f"pieces of {n} tokens", error)
     if "pieces" in times and device.type != "cuda":
         result.not_measured.append("pieces: needs a GPU")
     result.report = str(fgc.report(body))

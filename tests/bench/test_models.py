@@ -35,6 +35,21 @@ def test_the_weights_of_gpt2_are_those_of_its_conv1d() -> None:
         assert projections(transformers.GPT2Model(config)) == 2 * (4 * 32 * 32 + 2 * 32 * 128)
 
 
+@pytest.mark.parametrize("name", ["GPT2", "Mixtral"])
+def test_a_folder_whose_weights_are_no_linears_is_measured_against_a_limit(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {**SIZES, "num_local_experts": 4, "max_position_embeddings": 16}
+    transformers.AutoModel.from_config(getattr(transformers, f"{name}Config")(**sizes)).save_pretrained(tmp_path / "m")
+    file = tmp_path / "b.json"
+    argv = ["bench", str(tmp_path / "m"), "--device", "cpu", "--repeats", "3", "--json", str(file)]
+    code, out, err = run(capsys, *argv)
+    assert code == 0 and "GB of weights" in out, err
+    found = json.loads(file.read_text())
+    # Of the default sizes only 8 has positions.
+    assert found["limit_ms"].keys() == {"8"} and found["limit_ms"]["8"] > 0 and not found["failed"]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "experts"),
     [
