@@ -14,6 +14,7 @@ from fullgraph_compile.compilers import TraceAgain, cache_counts, compile_piece
 from fullgraph_compile.dispatch import Reason
 from fullgraph_compile.ops import AttentionSite
 from fullgraph_compile.options import BadOption, Options
+from fullgraph_compile.passes.autocast_regions import forward_of
 from fullgraph_compile.passes.common import (
     Refusal,
     output_node,
@@ -102,7 +103,7 @@ def compile_pieces(pieces: Pieces, options: Options, report: Report) -> tuple[An
             raise
         except Exception as error:
             log.warning("%s: piece %d is run as traced, %s refused it: %r", report.name, i, compiler, error)
-            compiled.append(kind.forward)
+            compiled.append(forward_of(kind))
         # A piece may be compiled twice, once for few tokens.
         found, made = cache_counts()
         report.cached_pieces += found > hits and made == misses

@@ -19,6 +19,7 @@ from fullgraph_compile.dispatch import NOT_SAFE, Reason
 from fullgraph_compile.fixed_size import separates
 from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.options import BadOption, Options, disabled
+from fullgraph_compile.passes.autocast_regions import forward_of
 from fullgraph_compile.passes.common import copy_graph, is_weight, placeholders, source_line
 from fullgraph_compile.pipeline import build
 from fullgraph_compile.plain_graph import PlainGraph
@@ -80,7 +81,7 @@ def compile_graph(
     each call counts the reason.
     """
     if disabled():
-        return gm.forward
+        return forward_of(gm)
     report = report or Report(name=_name_of(gm))
     report.slots = options.slots
     report.compiles += 1
@@ -92,13 +93,13 @@ def compile_graph(
         break
     compiled: Any
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
-        compiled = PlainGraph(gm.forward, report, Reason.GRAD, separates=separates(gm), strict=options.strict)
+        compiled = PlainGraph(forward_of(gm), report, Reason.GRAD, separates=separates(gm), strict=options.strict)
     else:
         try:
             compiled = build(gm, example_inputs, options, report, fused)
             if isinstance(compiled, CapturedGraph):
                 compiled.as_traced = PlainGraph(
-                    gm.forward, report, Reason.WEIGHTS_MOVED, separates=separates(gm), strict=options.strict
+                    forward_of(gm), report, Reason.WEIGHTS_MOVED, separates=separates(gm), strict=options.strict
                 )
         except (TraceAgain, BadOption):
             raise
@@ -108,7 +109,7 @@ def compile_graph(
             log.exception("%s: the graph runs as it was traced", report.name)
             detail = f"{type(error).__name__}: {error}"
             compiled = PlainGraph(
-                gm.forward, report, Reason.NOT_COMPILED, detail, separates=separates(gm), strict=options.strict
+                forward_of(gm), report, Reason.NOT_COMPILED, detail, separates=separates(gm), strict=options.strict
             )
     report.compile_seconds += time.perf_counter() - start
     register(compiled, weights)
@@ -122,7 +123,7 @@ def _as_it_is(
     report.ready = True
     report.proof = report.proof or f"not looked at: {refused.reason.value}"
     unsafe = options.unsafe == "error" and refused.reason in NOT_SAFE
-    call: Callable[..., Any] = gm.forward
+    call: Callable[..., Any] = forward_of(gm)
     if not unsafe:
         try:
             call = compile_piece(copy_graph(gm), examples, options.compiler, captured=False)

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from fullgraph_compile.batch import PrefillBatch, active_batch
 from fullgraph_compile.batch_of_call import check_batch, restarts
 from fullgraph_compile.dispatch import Decision, Reason, RequestsMeet, Route
+from fullgraph_compile.passes.autocast_regions import forward_of
 from fullgraph_compile.plain_graph import PlainGraph
 from fullgraph_compile.registry import register
 from fullgraph_compile.runner import BodyRunner, WeightsChanged
@@ -82,7 +83,7 @@ class CapturedGraph:
         # What runs where the weights are not of the traced form any more; None raises WeightsChanged instead.
         self.as_traced: PlainGraph | None = None
         self.runner = runner
-        self.tail = tail.forward
+        self.tail = forward_of(tail)
         self._passes = _passed_on(tail, len(tail_inputs))
         # Whether each of these is returned once, and has rows, so that the graph can bring it to the caller.
         rows = [i for i, (_, dim) in enumerate(runner.outputs) if dim is not None]

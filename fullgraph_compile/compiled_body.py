@@ -22,6 +22,7 @@ from fullgraph_compile.fused_weights import FusedWeights
 from fullgraph_compile.integrations import body_of, integration_for
 from fullgraph_compile.integrations.plain import Bound, ModuleChanged, NotServed
 from fullgraph_compile.options import Options, disabled
+from fullgraph_compile.own_forward import code_of
 from fullgraph_compile.pipeline import expected_decision
 from fullgraph_compile.registry import register, unregister
 from fullgraph_compile.report import Report, log
@@ -82,7 +83,7 @@ class CompiledBody:
     @property
     def __code__(self) -> types.CodeType:
         """``torch.export`` asks a module's forward for it."""
-        return self.forward.__code__
+        return code_of(self.forward)
 
     @property
     def forward(self) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 
+from fullgraph_compile.passes.autocast_regions import forward_of, unwound
 from fullgraph_compile.passes.split_products import MOST_TOKENS, split_products
 
 log = logging.getLogger("fullgraph_compile")
@@ -67,8 +68,8 @@ def compile_piece(gm: GraphModule, examples: Sequence[Any], compiler: str, *, ca
         captured: whether it is a part of graphs, for which it may be compiled more than once.
     """
     if compiler == "eager":
-        return gm.forward
-    with torch.no_grad():
+        return forward_of(gm)
+    with torch.no_grad(), unwound(gm):
         if compiler == "aot_eager":
             from functorch.compile import nop
             from torch._functorch.aot_autograd import aot_module_simplified
@@ -153,11 +154,12 @@ def _inductor_backed(gm: GraphModule, examples: Sequence[Any], hint: int = HINT,
     at = next(i for i, e in enumerate(examples) if isinstance(e, torch.SymInt))
     guards = [g.expr for g in env.guards]
     holds: dict[int, bool] = {}
+    as_traced = forward_of(gm)
 
     def run(*args: Any) -> Sequence[Any]:
         tokens = args[at]
         if tokens not in holds:
             holds[tokens] = all(bool(g.xreplace({symbol: tokens})) for g in guards)
-        return compiled(*args) if holds[tokens] else gm.forward(*args)
+        return compiled(*args) if holds[tokens] else as_traced(*args)
 
     return run

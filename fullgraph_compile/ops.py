@@ -142,7 +142,9 @@ def direct_attention() -> Attend:
 
 
 def _attention(*args: object) -> Tensor:
-    return direct_attention()(*args)
+    # It computes in the dtype of its operands, whatever the caller's autocast is.
+    with torch._C._DisableAutocast():
+        return direct_attention()(*args)
 
 
 _library.impl("attention", _attention, "CompositeExplicitAutograd")

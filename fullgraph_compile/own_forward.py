@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,13 @@ def reduced(module: Any, kept: Callable[..., Any] | None) -> tuple[Any, ...]:
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
+
+
+def code_of(forward: Callable[..., Any]) -> types.CodeType:
+    """The code of a function, a method, or what holds one."""
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    return forward.__code__ if hasattr(forward, "__code__") else type(forward).__call__.__code__
 
 
 def forward_of_class(module: Any) -> Callable[..., Any]:

@@ -86,7 +86,8 @@ class Program:
                 operands: list[Any] = [None if i is None else values[i] for i in step.inputs]
                 q, k, v, sinks, slopes = operands
                 site = self.sites[step.site]
-                with below():
+                # It computes in the dtype of its operands, whatever the caller's autocast is.
+                with below(), torch._C._DisableAutocast():
                     if static.cache is not None:
                         write_site(k, v, site, static)
                     values[step.output] = self.attention.run(q, k, v, sinks, slopes, site, static)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from fullgraph_compile.batch import PrefillBatch, active_batch
 from fullgraph_compile.batch_of_call import check_batch
 from fullgraph_compile.dispatch import Reason, Route
+from fullgraph_compile.passes.autocast_regions import forward_of
 from fullgraph_compile.report import Report
 from fullgraph_compile.runner import BodyRunner
 
@@ -41,7 +42,7 @@ class StaticGraph:
         device: torch.device,
         strict: bool = False,
     ) -> None:
-        self.gm = gm
+        self._as_traced = forward_of(gm)
         self.tokens = tokens
         self.report = report
         self.device = device
@@ -58,7 +59,7 @@ class StaticGraph:
             self.runner = self._make_runner()
         if self.runner is None:
             self.report.fell_back(Reason.STATIC_SHAPE, f"{self.tokens} tokens, call {self._calls}", strict=self.strict)
-            return self.gm(*args)
+            return self._as_traced(*args)
         with self.runner.lock:
             results, decision = self.runner.run(args, PrefillBatch([self.tokens], device=self.device))
             if decision.route is Route.GRAPH:

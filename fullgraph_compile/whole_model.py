@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullgraph_compile.options import disabled
-from fullgraph_compile.own_forward import call_forward, forward_of_class, kept_forward, reduced
+from fullgraph_compile.own_forward import call_forward, code_of, forward_of_class, kept_forward, reduced
 
 if TYPE_CHECKING:
     from fullgraph_compile.compiled_body import CompiledBody
@@ -58,7 +58,7 @@ class WholeModel:
     @property
     def __code__(self) -> types.CodeType:
         """``torch.export`` asks a module's forward for it."""
-        return self.forward.__code__
+        return code_of(self.forward)
 
     @property
     def forward(self) -> Callable[..., Any]:

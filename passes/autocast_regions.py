@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,3 +65,39 @@ def lower_autocast(gm: GraphModule) -> GraphModule:
                 inside.append(gm.graph.call_function(torch.amp.autocast_mode._enter_autocast, arguments))
     gm.recompile()
     return gm
+
+
+def forward_of(gm: GraphModule) -> Callable[..., Any]:
+    """The graph as it was traced; what it raises within a region leaves autocast as it was."""
+    if not any(op_name(n) == "_enter_autocast" for n in gm.graph.nodes):
+        return gm.forward
+
+    def forward(*args: Any) -> Any:
+        with unwound(gm):
+            return gm.forward(*args)
+
+    return forward
+
+
+@contextmanager
+def unwound(gm: GraphModule) -> Iterator[None]:
+    """Around a run of the graph, or a trace of it: what is raised within a region leaves autocast as it was."""
+    devices = {str(n.args[0]) for n in gm.graph.nodes if op_name(n) == "_enter_autocast"}
+    was = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    cached = torch.is_autocast_cache_enabled()
+    # Torch tells how deep it is only as it changes that.
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    try:
+        yield
+    except BaseException:
+        for device, enabled, dtype in was:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cached)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > depth:
+            pass
+        if depth == 0:
+            torch.clear_autocast_cache()
+        raise

@@ -180,6 +180,8 @@ def replace_sdpa(graph: Graph, call: SdpaCall, slopes: Node | None = None) -> No
         facts = (site.scale, site.left, site.right, site.softcap, site.index)
         out = emit(graph, old, attention, rows(call.q), rows(call.k, call.keys_last), rows(call.v), None, slopes,
                     *facts)  # fmt: skip
+        if site.dtype != value_of(old).dtype:
+            out = emit(graph, old, "to", out, value_of(old).dtype)
         out = emit(graph, old, "transpose", out, 0, 1)
         if call.packed:
             out = emit(graph, old, "unsqueeze", out, 0)

@@ -89,15 +89,18 @@ def read_written_out(
         mask = _both(mask, kind)
 
     dtype = value_of(end).dtype
+    k = _transposed(keys)
+    reads = q, keys if k is None else k
+    # Under autocast products are of its dtype, whatever their operands are, so the two may be of different ones.
+    if (computed := value_of(scores.product).dtype) != dtype:
+        if value_of(v).dtype == computed:
+            dtype = computed
+        else:
+            reads = _uncast(reads[0], dtype), _uncast(reads[1], dtype)
     site = AttentionSite(
         index, softmax.name, module_path(softmax), scale=scores.factor * alpha, left=mask.left, right=mask.right,
         softcap=scores.softcap, slopes=slopes is not None, dtype=dtype, **facts,
     )  # fmt: skip
-    k = _transposed(keys)
-    reads = q, keys if k is None else k
-    # Under autocast products are of its dtype, whatever their operands are.
-    if value_of(scores.product).dtype != dtype:
-        reads = _uncast(reads[0], dtype), _uncast(reads[1], dtype)
     call = SdpaCall(end, *reads, v, packed, site, mask, keys_last=k is None)
     return call, None if slopes is None else tuple(slopes)
 

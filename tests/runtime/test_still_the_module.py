@@ -113,6 +113,16 @@ def test_a_compiled_module_can_be_exported(make: Callable[[], nn.Module], called
     assert replays(body) == before
 
 
+def test_a_compiled_module_whose_forward_was_wrapped_can_be_exported() -> None:
+    module = small()
+    module.forward = functools.partial(type(module).forward, module)
+    inputs = {"input_ids": tokens(7)[None], "position_ids": torch.arange(7)[None]}
+    with torch.no_grad():
+        want = module(**inputs)
+        fgc.compile(module, **OPTIONS)
+        equal(torch.export.export(module, (), inputs).module()(**inputs), want)
+
+
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 def test_make_fx_records_the_module_and_nothing_of_ours(pre_dispatch: bool) -> None:
     module = small()
